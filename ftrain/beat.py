@@ -1,0 +1,73 @@
+"""The beat: a few bytes of shared memory that tell the supervisor what a worker is doing.
+
+The supervisor can read them whatever the worker's interpreter does: it may be stopped, spin in C
+with its lock held, or be stuck in a device call. No jax: both sides import this file.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from typing import NamedTuple
+
+PHASES = (
+    "start",      # importing, the user's constructor, the data set, the backend
+    "compile",    # tracing and compiling, or waiting for the worker that does
+    "barrier",    # in live_devices, from the end of one block to the beginning of the next
+    "settle",     # meeting the members of a new view
+    "restore",    # reading a checkpoint or computing the first state, for all
+    "sync",       # state on its way between workers
+    "hook",       # the user's after_commit
+    "data",       # waiting for its samples
+    "gradient",   # its own shards
+    "reduce",     # the sum over the workers
+    "update",     # the next state
+    "evaluate",   # a part of an evaluation
+    "save",       # at the end: the last checkpoint is being written
+    "pause",      # too few workers
+)
+WAITING = frozenset({"barrier", "settle", "sync", "reduce"})  # a culprit is elsewhere
+UNTIMED = frozenset({"start", "compile", "restore", "save", "pause"})  # long without being stuck
+
+_LAYOUT = struct.Struct("<qqqd")  # round, step, phase, since
+SIZE = _LAYOUT.size
+
+
+class Reading(NamedTuple):
+    """A beat as read: committed blocks, committed step, phase, and when the phase began."""
+
+    round: int
+    step: int
+    phase: str
+    since: float  # time.monotonic(), one clock for all processes of a host
+
+
+class Beat:
+    """A beat in the shared memory behind a file descriptor."""
+
+    def __init__(self, fd: int):
+        self._memory = mmap.mmap(fd, SIZE)
+        self.round, self.step = -1, -1
+
+    @staticmethod
+    def create(name: str) -> int:
+        """A new descriptor for a beat, to be handed to a worker process."""
+        fd = os.memfd_create(name)
+        os.truncate(fd, SIZE)
+        _write(mmap.mmap(fd, SIZE), -1, -1, "start")
+        return fd
+
+    def phase(self, name: str) -> None:
+        """The worker enters phase `name`. About a microsecond."""
+        _write(self._memory, self.round, self.step, name)
+
+    def read(self) -> Reading:
+        """What the worker last wrote."""
+        round_, step, phase, since = _LAYOUT.unpack_from(self._memory)
+        return Reading(round_, step, PHASES[phase], since)
+
+
+def _write(memory: mmap.mmap, round_: int, step: int, phase: str) -> None:
+    _LAYOUT.pack_into(memory, 0, round_, step, PHASES.index(phase), time.monotonic())

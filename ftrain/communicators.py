@@ -1,0 +1,84 @@
+"""The data plane's connections on CPU: found, and cut when one member's attempt has failed (rule R7).
+
+gloo knows no cancellation: after a SIGKILL only the ring neighbours see a closed connection, the
+others wait for their neighbours until a timeout of minutes. So whoever sees a failure sets a key of
+the view; a listener thread in every worker waits on it and shuts the view's own sockets down, so that
+a hung collective raises at once. On GPU, JAX cancels NCCL by incarnation and none of this is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable
+
+
+class Cutter:
+    """Listens for the failure of one view and cuts its gloo connections.
+
+    Args:
+      wait: blocks until the view's failure key is set; raises `ConnectionError` when it cannot.
+      peer_ports: the ports the members of the view listen on, asked for when there is a failure.
+      own_ports: the ports that this worker listens on for the view.
+    """
+
+    def __init__(self, wait: Callable[[], None], peer_ports: Callable[[], set[int]],
+                 own_ports: set[int]):
+        self._wait, self._peer_ports, self._own_ports = wait, peer_ports, own_ports
+        self._over = False
+        self._lock = threading.Lock()
+        threading.Thread(target=self._listen, name="ftrain-cutter", daemon=True).start()
+
+    def _listen(self) -> None:
+        with contextlib.suppress(ConnectionError):
+            self._wait()
+            with self._lock:  # the view may end while we look: its ports may be somebody else's then
+                if not self._over:
+                    cut_connections(self._own_ports | self._peer_ports())
+
+    def end(self) -> None:
+        """The view is over: whatever is set from now on cuts nothing."""
+        with self._lock:
+            self._over = True
+
+
+def listening_ports() -> set[int]:
+    """The TCP ports that this process listens on."""
+    ports = set()
+    for sock in _tcp_sockets():
+        with sock, contextlib.suppress(OSError):
+            if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                ports.add(sock.getsockname()[1])
+    return ports
+
+
+def cut_connections(ports: set[int]) -> int:
+    """Shuts down this process's TCP connections to or from one of `ports`; returns how many.
+
+    Only those: user code has connections too, and so have gRPC and the coordination service.
+    """
+    cut = 0
+    for sock in _tcp_sockets():
+        with sock, contextlib.suppress(OSError):  # not connected, or closed meanwhile
+            if sock.getpeername()[1] in ports or sock.getsockname()[1] in ports:
+                sock.shutdown(socket.SHUT_RDWR)
+                cut += 1
+    return cut
+
+
+def _tcp_sockets() -> list[socket.socket]:
+    """Duplicates of the process's TCP sockets. The caller closes them; the originals stay."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile, or the listing's own descriptor
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            sock = socket.socket(fileno=os.dup(int(name)))
+            tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
+            if tcp and sock.type == socket.SOCK_STREAM:
+                found.append(sock)
+            else:
+                sock.close()
+    return found

@@ -1,0 +1,93 @@
+"""What a step sums over the workers, as flat buffers: one per dtype, [1, 1, n] on each device.
+
+    gradients             in the reduce dtype, times the shard's weight
+    loss, metrics, weight float32, times the weight
+    model state           changed floating leaves in float32, times the weight; other changed leaves
+                          as the bits of shard 0's, in uint32, where a sum with zeros is exact
+    stop                  float32: how many workers have been asked to stop
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """One array's place: buffer `group`, elements `start` .. `start + size - 1`."""
+
+    group: int
+    start: int
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return int(np.prod(self.shape))
+
+
+class Layout:
+    """Places arrays in buffers, one buffer per dtype, in the order they were added."""
+
+    def __init__(self) -> None:
+        self.dtypes: list[jnp.dtype] = []
+        self.sizes: list[int] = []
+
+    def add(self, shape: Sequence[int], dtype: jnp.dtype) -> Slot:
+        """A place for an array of this shape in the buffer of this dtype."""
+        dtype = jnp.dtype(dtype)
+        if dtype not in self.dtypes:
+            self.dtypes.append(dtype)
+            self.sizes.append(0)
+        group = self.dtypes.index(dtype)
+        slot = Slot(group, self.sizes[group], tuple(shape))
+        self.sizes[group] += slot.size
+        return slot
+
+    def shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """The buffers' shapes."""
+        return [jax.ShapeDtypeStruct((1, 1, size), dtype)
+                for size, dtype in zip(self.sizes, self.dtypes, strict=True)]
+
+    def pack(self, placed: Sequence[tuple[Slot, jax.Array]]) -> list[jax.Array]:
+        """Buffers holding every array at its slot; every slot of the layout once. Traced."""
+        parts: list[list[jax.Array]] = [[] for _ in self.dtypes]
+        for slot, array in sorted(placed, key=lambda item: item[0].start):
+            parts[slot.group].append(jnp.ravel(array).astype(self.dtypes[slot.group]))
+        return [jnp.concatenate(part).reshape(1, 1, -1) for part in parts]
+
+    def take(self, buffers: Sequence[jax.Array], slot: Slot) -> jax.Array:
+        """The array at `slot`. Traced."""
+        flat = buffers[slot.group].reshape(-1)
+        return flat[slot.start:slot.start + slot.size].reshape(slot.shape)
+
+
+def to_words(x: jax.Array) -> jax.Array:
+    """The bits of any leaf that is not floating, as uint32. Traced; undone by `from_words`."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(x)
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint32)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return to_words(jnp.stack([x.real, x.imag]))
+    width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[x.dtype.itemsize]
+    return jax.lax.bitcast_convert_type(x, width).astype(jnp.uint32)
+
+
+def from_words(words: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """The leaf whose bits `to_words` gave. Traced."""
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(words, impl=like.dtype._impl.name)
+    if like.dtype == jnp.bool_:
+        return words.astype(jnp.bool_)
+    if jnp.issubdtype(like.dtype, jnp.complexfloating):
+        part = jnp.finfo(like.dtype).dtype
+        real, imag = from_words(words, jax.ShapeDtypeStruct((2, *like.shape), part))
+        return jax.lax.complex(real, imag)
+    width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[like.dtype.itemsize]
+    return jax.lax.bitcast_convert_type(words.astype(width), like.dtype)

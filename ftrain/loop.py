@@ -1,0 +1,283 @@
+"""The step loop: each step is a transaction that every live worker commits or none does.
+
+    with live_devices(...):     the members meet; what they do is uncommitted, under `new`
+        enter the view          if it changed: settle, new communicators, everybody gets one state
+        body                    a step, a part of an evaluation, a wait, or the end
+    an answer without failures  `new` becomes the committed state, on every member
+    ProcessFailureError         on every member: `new` is dropped and the same step tried again
+
+Nothing but `_commit` and a verified sync assigns the committed state. Each rule of the protocol (R1
+to R10, docs/protocol.md) is named where it is kept; R3 and R9 are in `membership`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+
+from ftrain.data import shards_of
+from ftrain.errors import StateMismatchError
+from ftrain.membership import Members, ProcessFailureError, View, live_devices
+from ftrain.mesh import DataPlane
+from ftrain.state import Committed, StateSpec, digest, to_host
+from ftrain.sync import sync_state
+
+if TYPE_CHECKING:
+    from ftrain.beat import Beat
+    from ftrain.checkpoint import Saver
+    from ftrain.config import Config
+    from ftrain.data import ShardReader
+    from ftrain.evaluation import Evaluation
+    from ftrain.step import StepPrograms
+    from ftrain.trainer import Trainer
+
+POLL_S = 0.02  # between blocks in which there is nothing to do
+
+
+class Progress(NamedTuple):
+    """What a view agrees on beside the state. Small and plain: it travels with the settle."""
+
+    round: int = 0  # committed blocks; a member that is behind here is who the others wait for
+    lineage: int = 0  # which history: a new one begins with a checkpoint or with nothing
+    stopping: str = ""  # why the run ends before its target; "" if it does not
+    evaluated: int = 0  # the last step that was evaluated
+    eval_part: int = 0  # parts done of the evaluation of this step
+    eval_sums: tuple[float, ...] = ()
+
+
+class Outcome(NamedTuple):
+    """What a block will have done if the barrier says so."""
+
+    state: Committed | None
+    progress: Progress
+    metrics: dict[str, Any] | None = None  # a step's
+    evaluated: dict[str, float] | None = None
+    leave: bool = False
+
+
+@dataclasses.dataclass
+class StepLoop:
+    """One worker's part of the run, from its first barrier to its last."""
+
+    trainer: Trainer
+    config: Config
+    members: Members
+    spec: StateSpec
+    programs: StepPrograms
+    reader: ShardReader
+    evaluation: Evaluation | None
+    saver: Saver
+    beat: Beat
+    report: Callable[..., None]
+    stop_requested: Callable[[], bool]
+    first_state: Callable[[], Committed]  # from a checkpoint or from the seed; in a donor alone
+    forget_view: Callable[[], None]
+
+    state: Committed | None = None
+    progress: Progress = Progress()
+    agreed: View | None = None  # the view whose members are known to hold equal state
+    plane: DataPlane | None = None
+    hook: dict[str, Any] | None = None  # the metrics of a commit that after_commit has not seen
+    below_min_since: float | None = None
+
+    def run(self) -> None:
+        """Trains until the run is over."""
+        self.beat.phase("barrier")
+        self.members.join()
+        new = Outcome(None, self.progress)
+        while not new.leave:
+            started = time.perf_counter()
+            try:
+                with live_devices(jax.devices()), self.members.attempt():
+                    view = self.members.current_view()
+                    new = self._block(view)
+                    self.beat.phase("barrier")
+            except ProcessFailureError:
+                # All members come here together, with whatever the body computed uncommitted (R1).
+                self._abort(view)
+            else:
+                self._commit(view, new, time.perf_counter() - started)
+
+    def _block(self, view: View) -> Outcome:
+        """What this block does, on uncommitted copies: nothing here is so until the barrier says."""
+        if view != self.agreed and not self._enter(view):
+            return Outcome(self.state, self.progress, leave=True)
+        self._after_last_commit(view)
+        if self._evaluation_due():
+            return self._evaluate_part()
+        if self.progress.stopping or self.state.step >= self.config.steps:
+            return self._finish(view)
+        if len(view.workers) < self.config.cluster.min_workers:
+            return self._pause()
+        return self._step(view)
+
+    def _abort(self, view: View) -> None:
+        alive = self.members.answered()
+        self.report("step_aborted", step=self.state.step + 1 if self.state else None,
+                    view=view.name, failed=[w for w in view.workers if w not in alive])
+        self.agreed = None
+
+    def _commit(self, view: View, new: Outcome, seconds: float) -> None:
+        """The barrier's exit raised nothing, here and everywhere: it is so (R1)."""
+        self.state, self.agreed = new.state, view
+        self.progress = new.progress._replace(round=new.progress.round + 1)
+        self.beat.round, self.beat.step = self.progress.round, self.state.step if self.state else -1
+        if new.metrics is not None:
+            self.report("commit", step=self.state.step, samples=self.state.cursor,
+                        workers=view.workers, step_time_s=seconds, lineage=self.progress.lineage,
+                        eval_due=self._evaluation_due(), metrics=new.metrics)
+            self.hook = new.metrics if view.lowest == self.members.me else None
+        if new.evaluated is not None:
+            self.report("evaluated", step=self.state.step, metrics=new.evaluated)
+
+    # A new view.
+
+    def _enter(self, view: View) -> bool:
+        """Settles a new view and gives its members the state of one; False if the run is over."""
+        started = time.perf_counter()
+        self.beat.phase("settle")
+        holds = self.members.settle(view, {
+            "step": self.state.step if self.state else None, "progress": self.progress,
+            "spec": self.spec.fingerprint()})
+        # R5: blank ranks below every step, and of those furthest ahead the lowest gives.
+        ahead = {w: -1 if holds[w]["step"] is None else holds[w]["step"] for w in view.workers}
+        donor = min(view.workers, key=lambda w: (-ahead[w], w))
+        self._check_same_spec(donor, holds)
+        if ahead[donor] == -1:
+            if self.members.finished():  # R8: a view without state never restores then
+                return False
+            if donor == self.members.me:
+                self._begin()
+        if donor == self.members.me:
+            self.members.publish(view, "progress", self.progress)
+        self._open_plane(view)
+        self._sync(view, donor, [w for w in view.workers if 0 <= ahead[w] == ahead[donor]])
+        progress = Progress(*self.members.read(view, "progress"))
+        # A stop that one has committed is everybody's: none may train on while another leaves.
+        stopping = [Progress(*holds[w]["progress"]).stopping for w in view.workers]
+        self.progress = progress._replace(
+            stopping=progress.stopping or next(filter(None, stopping), ""))
+        self.report("view_changed", view=view.name, workers=view.workers, step=self.state.step,
+                    lineage=self.progress.lineage, seconds=time.perf_counter() - started)
+        return True
+
+    def _begin(self) -> None:
+        """Nobody has state: this worker restores or computes it, for all, as their donor."""
+        self.beat.phase("restore")
+        self.state = self.first_state()
+        self.progress = Progress(lineage=self.members.next_lineage(), evaluated=self.state.step)
+
+    def _open_plane(self, view: View) -> None:
+        """New communicators for a new view; nothing of the old one may stay referenced (R7)."""
+        self.beat.phase("sync")
+        self.plane = None
+        self.forget_view()
+        self.plane = DataPlane(self.members.open_devices(view), view.workers, self.members.me)
+
+    def _sync(self, view: View, donor: int, holders: list[int]) -> None:
+        self.beat.phase("sync")
+        started = time.perf_counter()
+        synced = sync_state(self.plane, self.spec, self.state, donor=donor, holders=holders)
+        # R6: verified, so committed at once: the donor may die in this very step.
+        self.state = synced.state
+        if self.members.me != donor and self.members.me not in holders:
+            self.report("state_synced", donor=donor, step=self.state.step, digest=synced.digest,
+                        bytes=synced.bytes_moved, seconds=time.perf_counter() - started)
+
+    def _check_same_spec(self, donor: int, holds: dict[int, dict[str, Any]]) -> None:
+        """Refuses to take part with another tree than the donor's, naming the leaf (R6)."""
+        theirs = holds[donor]["spec"]
+        if theirs != self.spec.fingerprint():
+            raise StateMismatchError.between(
+                self.spec.lines(), self.members.read_spec(theirs),
+                worker=f"worker {self.members.me}", donor=f"worker {donor} (the donor)")
+
+    # The things a block may do.
+
+    def _step(self, view: View) -> Outcome:
+        """One training step, uncommitted."""
+        self.below_min_since = None
+        self.beat.phase("data")
+        shards = shards_of(self.plane.rank, len(view.workers), self.config.batch_shards)
+        batches = self.reader.shards(self.state.cursor, shards)
+        self.beat.phase("gradient")
+        buffers = self.programs.gradients(self.state, batches, stop=self.stop_requested())
+        self.beat.phase("reduce")
+        sums = self.plane.sum(buffers)
+        self.beat.phase("update")
+        new_state, metrics, stop = self.programs.update(self.state, sums, self.config.batch_size)
+        every = self.config.digest_every_steps
+        if every and new_state.step % every == 0:
+            metrics["digest"] = digest(self.spec, new_state.step, new_state.cursor,
+                                       to_host(new_state.leaves)).hex()
+        # The request to stop travelled in the sums: all stop at one step.
+        return Outcome(new_state, self.progress._replace(stopping="stop" if stop else ""), metrics)
+
+    def _evaluation_due(self) -> bool:
+        if self.evaluation is None or self.progress.stopping:
+            return False
+        step, every = self.state.step, self.config.eval.every_steps
+        due = step >= self.config.steps or (every and step % every == 0)
+        return bool(due) and self.progress.evaluated < step
+
+    def _evaluate_part(self) -> Outcome:
+        """A part of an evaluation, uncommitted: a death repeats this part."""
+        self.beat.phase("evaluate")
+        part = self.progress.eval_part
+        sums = self.evaluation.part(self.plane, self.state, part)
+        if self.progress.eval_sums:
+            sums = [a + b for a, b in zip(self.progress.eval_sums, sums, strict=True)]
+        if part + 1 < self.evaluation.parts:
+            return Outcome(self.state, self.progress._replace(eval_part=part + 1,
+                                                              eval_sums=tuple(sums)))
+        done = self.progress._replace(evaluated=self.state.step, eval_part=0, eval_sums=())
+        return Outcome(self.state, done, evaluated=self.evaluation.means(sums))
+
+    def _pause(self) -> Outcome:
+        """Fewer than `min_workers`: settled and synced, only the step is skipped (R9)."""
+        if self.members.finished():
+            return Outcome(self.state, self.progress, leave=True)
+        self.beat.phase("pause")
+        now = time.monotonic()
+        self.below_min_since = self.below_min_since or now
+        stopping = "stop" if self.stop_requested() else ""
+        if now - self.below_min_since > self.config.cluster.below_min_timeout_s:
+            stopping = stopping or "below_min_workers"
+        time.sleep(POLL_S)
+        # Members may come to this at different moments; their blocks are empty either way.
+        return Outcome(self.state, self.progress._replace(stopping=stopping))
+
+    def _finish(self, view: View) -> Outcome:
+        """The members go on meeting until the lowest's last checkpoint is durable (R8)."""
+        if self.members.finished():
+            return Outcome(self.state, self.progress, leave=True)
+        self.beat.phase("save")
+        if view.lowest == self.members.me:
+            self.saver.save(self.spec, self.state)
+            if self.saver.settled(self.state.step):
+                self.members.set_finished(self.progress.stopping or "target")
+        time.sleep(POLL_S)
+        return Outcome(self.state, self.progress)
+
+    def _after_last_commit(self, view: View) -> None:
+        """The user's hook and the checkpoint that the last commit made due; on one worker alone.
+
+        In the block after the commit, so that an error here is handled like any other, and after
+        the settle: nothing slow may lie between the liveness barrier and that one (R4).
+        """
+        if self.hook is not None:
+            self.beat.phase("hook")
+            metrics, self.hook = self.hook, None
+            step, cursor = np.int32(self.state.step), np.int64(self.state.cursor)
+            self.trainer.after_commit(
+                self.state.step, dict(metrics),
+                self.spec.train_state(step, cursor, self.state.leaves))
+        every = self.config.checkpoint.every_steps
+        due = every and self.state.step and self.state.step % every == 0
+        if due and view.lowest == self.members.me and not self._evaluation_due():
+            self.saver.save(self.spec, self.state)

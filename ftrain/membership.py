@@ -1,0 +1,245 @@
+"""Who takes part: views, attempts that fail together, the settle, and the keys of a view.
+
+Rules R2, R3, R4, R8 and R9 of the step protocol live here. `live_devices` (jax 0.10.2 to 0.12.0.1)
+keeps the answer of its last barrier in `live_devices.devices` as {device: incarnation}; the exit
+barrier of one block is the entry barrier of the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import jax
+from jax.experimental.multihost_utils import ProcessFailureError as ProcessFailureError
+from jax.experimental.multihost_utils import live_devices as live_devices
+
+from ftrain import communicators
+from ftrain.errors import WORKER_LOST_MEMBERSHIP, AttemptFailedError
+from ftrain.runtime import GLOO_PREFIX, Runtime
+
+SETTLE_TIMEOUT_S = 10  # the service looks at deadlines once a second
+FINISHED = "ftrain/run/finished"
+LINEAGE = "ftrain/run/lineage"
+SPEC_PREFIX = "ftrain/spec/"
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """One answer of the liveness barrier: a set of incarnations, not of ids (rule R2).
+
+    A worker that restarts quickly leaves the ids unchanged, and then a comparison of ids would let
+    a blank process compute beside trained ones.
+    """
+
+    incarnations: tuple[tuple[int, int], ...]  # (worker id, incarnation), by id
+
+    @property
+    def workers(self) -> list[int]:
+        """The ids of the members, ascending."""
+        return [worker for worker, _ in self.incarnations]
+
+    @property
+    def lowest(self) -> int:
+        """The member that does what one of them has to do."""
+        return self.incarnations[0][0]
+
+    @property
+    def name(self) -> str:
+        """Names the view's barriers and keys; as unique as its incarnations (rule R4)."""
+        return hashlib.sha256(repr(self.incarnations).encode()).hexdigest()[:16]
+
+
+class Members:
+    """This worker's membership, and what it says to and hears from the other members."""
+
+    def __init__(self, runtime: Runtime, report: Callable[..., None],
+                 local_error: Callable[[BaseException], NoReturn]):
+        self._runtime, self._report, self._local_error = runtime, report, local_error
+        self._store = runtime.store
+        self.me = runtime.worker
+        self._client = self._newest = None
+        self._incarnation: int | None = None
+        self._cutter: communicators.Cutter | None = None
+        self._views: list[str] = []  # names whose keys are still in the store, oldest first
+
+    def join(self) -> None:
+        """Registers under the worker's own id. The others wait for this worker from here on."""
+        self._client = self._newest = self._runtime.connect_member()
+        self._runtime.use_member(self._client)
+        self._incarnation = self._client.get_live_nodes([self.me])[self.me]
+
+    def current_view(self) -> View:
+        """The members of this block.
+
+        Ends the process, without another call, if the answer is not about this process: a process
+        that outlived its replacement would act in its place (rule R9).
+        """
+        answer = {d.process_index: i for d, i in live_devices.devices.items()}
+        if answer.get(self.me) != self._incarnation:
+            self._end(f"the barrier's answer {answer} has not incarnation {self._incarnation} of "
+                      f"worker {self.me}: it was declared dead and may be replaced")
+        return View(tuple(sorted(answer.items())))
+
+    def answered(self) -> list[int]:
+        """Who is in the barrier's last answer, under whatever incarnation."""
+        return sorted({d.process_index for d in live_devices.devices})
+
+    def _end(self, reason: str) -> NoReturn:
+        self._report("lost_membership", reason=reason)
+        os._exit(WORKER_LOST_MEMBERSHIP)
+
+    @contextlib.contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Around the body of a block, inside `live_devices`: a failed attempt fails for everybody.
+
+        `live_devices` alone tells the members of an error only if a process died. So this worker
+        takes a new incarnation before it reaches the exit barrier: then the barrier tells everybody,
+        itself included, and all abort together (rule R3). Anything but `AttemptFailedError` is this
+        worker's own error and ends the process here: at the barrier it would wait for peers that
+        wait for it in a collective.
+        """
+        try:
+            yield
+        except AttemptFailedError as error:
+            self._report("attempt_failed", reason=str(error))
+            self.cancel()
+            self._reregister()
+        except BaseException as error:  # noqa: BLE001  not retried: reported, and the process ends
+            self._local_error(error)
+
+    def _reregister(self) -> None:
+        # The newest is kept for its heartbeats; barriers and keys stay on the first. The one between
+        # goes, and says nothing as it does (shutdown_on_destruction=False).
+        self._newest = self._runtime.connect_member()
+        self._incarnation = self._newest.get_live_nodes([self.me])[self.me]
+
+    def cancel(self) -> None:
+        """Ends every member's collective of this view (CPU; on GPU the new incarnation does)."""
+        if self._cutter is not None:
+            self._store.key_value_set(self._key(self._views[-1], "failed"), "1",
+                                      allow_overwrite=True)
+
+    def settle(self, view: View, mine: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        """Meets the members of a new view, and learns what each of them holds (rules R4, R5).
+
+        The liveness barrier counts the arrival of a task that has since restarted: only who comes
+        here is really there. What each holds is published under the view's own name before the
+        meeting and read after it; a key that is overwritten could be read late.
+
+        Args:
+          view: a view that is not agreed on yet.
+          mine: what this worker holds, as plain JSON.
+
+        Returns:
+          What each member holds, by id.
+
+        Raises:
+          AttemptFailedError: not all came in time.
+        """
+        self._leave_view()
+        self._views.append(view.name)
+        with _calls_that_fail("settle"):
+            self._store.key_value_set(self._key(view.name, f"holds/{self.me}"), json.dumps(mine))
+            if self.me == view.lowest:
+                self._clean(keep=2)
+            self._client.wait_at_barrier(
+                f"ftrain/settle/{view.name}", SETTLE_TIMEOUT_S * 1000, view.workers)
+            return self._read_ids(view.name, "holds", json.loads)
+
+    def open_devices(self, view: View) -> list[jax.Device]:
+        """Fresh devices for the collectives of a settled view, in the order of `view.workers`."""
+        if self._runtime.platform != "cpu" or len(view.workers) == 1:
+            return [d for d in jax.devices() if d.process_index in view.workers]
+        before = communicators.listening_ports()
+        with _calls_that_fail("a new CPU client"):
+            devices = self._runtime.new_view_devices()
+        own = communicators.listening_ports() - before
+        with _calls_that_fail("publishing the view's ports"):
+            self._store.key_value_set(self._key(view.name, f"ports/{self.me}"),
+                                      json.dumps(sorted(own)))
+        self._cutter = communicators.Cutter(
+            lambda: self._wait_for_failure(view.name), lambda: self._ports(view.name), own)
+        return [d for d in devices if d.process_index in view.workers]
+
+    def publish(self, view: View, what: str, value: Any) -> None:
+        """Sets a fact of the view, once, for all its members to `read` after a collective."""
+        with _calls_that_fail(f"publishing {what}"):
+            self._store.key_value_set(self._key(view.name, what), json.dumps(value))
+
+    def read(self, view: View, what: str) -> Any:
+        """What the donor published before the collective that has just ended."""
+        with _calls_that_fail(f"reading {what}"):
+            return json.loads(self._store.blocking_key_value_get(
+                self._key(view.name, what), SETTLE_TIMEOUT_S * 1000))
+
+    def _wait_for_failure(self, name: str) -> None:
+        try:
+            # Blocks in C++ without the interpreter's lock. A week: longer than any view matters.
+            self._store.blocking_key_value_get(self._key(name, "failed"), 7 * 24 * 3600 * 1000)
+        except jax.errors.JaxRuntimeError as error:
+            raise ConnectionError(str(error)) from error
+
+    def _ports(self, name: str) -> set[int]:
+        return {port for ports in self._read_ids(name, "ports", json.loads).values()
+                for port in ports}
+
+    def _leave_view(self) -> None:
+        """The last view is over; its listener, waiting in the service, is let go by its own key."""
+        if self._cutter is not None:
+            self._cutter.end()
+            self.cancel()
+            self._cutter = None
+
+    def _clean(self, keep: int) -> None:
+        """Deletes the keys of old views and of gloo's old groups. The newest may still be read."""
+        for name in self._views[:-keep]:
+            self._store.key_value_delete(f"ftrain/view/{name}/")
+        self._store.key_value_delete(GLOO_PREFIX)
+        del self._views[:-keep]
+
+    @staticmethod
+    def _key(view: str, what: str) -> str:
+        return f"ftrain/view/{view}/{what}"
+
+    def _read_ids(self, view: str, what: str, parse: Callable[[str], Any]) -> dict[int, Any]:
+        rows = self._store.key_value_dir_get(self._key(view, what) + "/")
+        return {int(key.rsplit("/", 1)[1]): parse(value) for key, value in rows}
+
+    # The run's own keys, outlasting views.
+
+    def finished(self) -> str | None:
+        """Why the run is over, or None: whoever sees it in a block leaves (rule R8)."""
+        rows = dict(self._store.key_value_dir_get("ftrain/run/"))
+        return rows.get(FINISHED)
+
+    def set_finished(self, reason: str) -> None:
+        """The last checkpoint is durable: everybody may leave."""
+        self._store.key_value_set(FINISHED, reason, allow_overwrite=True)
+
+    def next_lineage(self) -> int:
+        """A number for a history that begins here, from a restore or from nothing: 1, 2, ..."""
+        return self._store.key_value_increment(LINEAGE, 1)
+
+    def publish_spec(self, fingerprint: str, leaves: list[str]) -> None:
+        """Lets a worker whose state tree differs say in what (rule R6)."""
+        self._store.key_value_set(SPEC_PREFIX + fingerprint, json.dumps(leaves),
+                                  allow_overwrite=True)
+
+    def read_spec(self, fingerprint: str) -> list[str]:
+        """The leaves that `publish_spec` was given."""
+        return json.loads(self._store.blocking_key_value_get(SPEC_PREFIX + fingerprint, 10_000))
+
+
+@contextlib.contextmanager
+def _calls_that_fail(what: str) -> Iterator[None]:
+    """Calls whose failure may be another's doing: the attempt fails, and all try again."""
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        raise AttemptFailedError(f"{what}: {error}") from error

@@ -1,0 +1,168 @@
+"""JAX as ftrain starts it: clients of the coordination service, backends, compilation cache.
+
+This file and `membership`, `worker`, `coordinator` are the only ones that name JAX's distributed
+internals. Each private name was checked on jax 0.10.2 and 0.12.0.1 (CPU); `versions` refuses others.
+
+Every worker holds two tasks of the coordination service. Its *store* task (id `workers + i`) is
+connected while the worker warms up and carries the key-value store: backends and gloo need it. Its
+*member* task (id `i`) is what the liveness barrier counts, and is connected last, when the worker
+could call the barrier at once (rule R9): the others never wait for a process that is still importing.
+(A client may not touch the store before it has connected: the service ends the process. Seen on both.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax._src import distributed, xla_bridge
+from jax._src.lib import _jax
+
+TOPOLOGY_PREFIX = {"cpu": "cpu:global_topology/", "gpu": "cuda:global_topology/"}
+TOPOLOGY_KEY = {"cpu": "cpu:global_topology/cpu", "gpu": "cuda:global_topology/cuda"}
+TOPOLOGY_COPY = "ftrain/topology"
+GLOO_PREFIX = "cpu:gloo/"
+
+Client = Any  # jaxlib's DistributedRuntimeClient; the class has no public name
+
+
+def make_client(address: str, task: int, *, heartbeat_timeout_s: float, owned: bool) -> Client:
+    """A client of the coordination service at `address` for the task `task`, not yet connected.
+
+    Args:
+      address: host:port of the coordinator.
+      task: the task's id, 0 .. 2 * workers - 1.
+      heartbeat_timeout_s: the service counts the task as gone after so long without a heartbeat.
+      owned: whether `shutdown()` may be called. Workers pass False: their end must send nothing,
+        since by then the id may belong to their replacement (rule R9).
+    """
+    return _jax.get_distributed_runtime_client(
+        address,
+        task,
+        init_timeout=60,
+        shutdown_timeout=2,
+        heartbeat_timeout=max(1, int(heartbeat_timeout_s)),
+        use_compression=False,
+        shutdown_on_destruction=owned,
+    )
+
+
+class Runtime:
+    """JAX's state in one worker process: its store client, its default backend, new CPU clients."""
+
+    def __init__(self, *, address: str, worker: int, workers: int, platform: str,
+                 heartbeat_timeout_s: float):
+        self.worker, self.workers, self.platform = worker, workers, platform
+        self._address, self._heartbeat_timeout_s = address, heartbeat_timeout_s
+        jax.config.update("jax_enable_recoverability", True)
+        if platform == "cpu":
+            jax.config.update("jax_cpu_collectives_implementation", "gloo")
+            # Only the first start needs all workers; a slow data set of one must not fail the rest.
+            jax.config.update("jax_cpu_get_local_topology_timeout_minutes", 24 * 60)
+            jax.config.update("jax_cpu_get_global_topology_timeout_minutes", 24 * 60)
+        self.store = make_client(address, workers + worker,
+                                 heartbeat_timeout_s=heartbeat_timeout_s, owned=False)
+        self.store.connect()
+
+    def start_backend(self) -> None:
+        """Opens the default backend: the worker's own devices, and the names of everybody's.
+
+        Blocks until every worker of the run has got here once (the topology exchange).
+        """
+        state = distributed.global_state
+        state.client, state.process_id, state.num_processes = (
+            self.store, self.worker, self.workers)
+        if self.worker == 0:
+            # Process 0 publishes the topology and JAX does not overwrite: a restarted process 0
+            # fails with ALREADY_EXISTS unless the old one is gone.
+            self.store.key_value_delete(TOPOLOGY_PREFIX[self.platform])
+        jax.devices()
+        if self.worker == 0 and self.workers > 1:
+            self._copy_topology()
+
+    def _copy_topology(self) -> None:
+        """Keeps the topology where the coordinator finds it when process 0 dies (see `fence`)."""
+        value = self.store.blocking_key_value_get_bytes(TOPOLOGY_KEY[self.platform], 10_000)
+        self.store.key_value_set_bytes(TOPOLOGY_COPY, value, allow_overwrite=True)
+
+    def connect_member(self) -> Client:
+        """Registers this worker under its own id: a new incarnation, counted by the barrier."""
+        client = make_client(self._address, self.worker,
+                             heartbeat_timeout_s=self._heartbeat_timeout_s, owned=False)
+        client.connect()
+        return client
+
+    def use_member(self, client: Client) -> None:
+        """`live_devices` makes its calls through `client` from now on."""
+        distributed.global_state.client = client
+
+    def new_view_devices(self) -> list[jax.Device]:
+        """Devices whose collectives start from nothing (rule R7), one per worker of the run, by id.
+
+        On GPU, JAX keys communicators by incarnation and drops the old ones itself. On CPU a gloo
+        group that failed once stays dead with the client it belongs to, so each view gets a fresh
+        client, 10-60 ms. The default backend stays, so arrays made earlier remain usable.
+        """
+        if self.platform != "cpu":
+            return jax.devices()
+        if self.worker == 0:
+            self.store.key_value_delete(TOPOLOGY_PREFIX["cpu"])
+        member = distributed.global_state.client
+        # The client to be made keeps this one for gloo's keys: the store client outlives them all.
+        distributed.global_state.client = self.store
+        try:
+            # The loopback name is given: the machine's own may resolve to nothing.
+            collectives = _jax.make_gloo_tcp_collectives(
+                distributed_client=self.store, hostname="127.0.0.1")
+            client = xla_bridge.make_cpu_client(collectives)
+        finally:
+            distributed.global_state.client = member
+        return client.devices()
+
+    @staticmethod
+    def forget_view() -> None:
+        """Lets go of the last view's devices. Call when nothing of ours refers to them any more.
+
+        jax's caches hold meshes and compiled programs, and these the client with its sockets and
+        threads: without this each view leaves some 6 descriptors and 10 threads behind (jax 0.10.2,
+        0.12.0.1). Programs compiled ahead of time and held by their owner survive.
+        """
+        jax.clear_caches()
+        gc.collect()
+
+
+def use_compile_cache(folder: str | None) -> None:
+    """Points JAX's persistent compilation cache to `folder`, for programs of any size; None: off."""
+    if folder is None:
+        return
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@contextlib.contextmanager
+def writes_compile_cache() -> Iterator[None]:
+    """Whatever compiles inside is written to the cache by this worker, whichever it is.
+
+    jax/_src/compiler.py `_cache_write` lets process 0 alone write (0.10.2 to 0.12.0.1), which here
+    may be the one that is away. Backends know their process already, so the number can be lent.
+    """
+    state = distributed.global_state
+    mine, state.process_id = state.process_id, 0
+    try:
+        yield
+    finally:
+        state.process_id = mine
+
+
+def freeze_heap() -> None:
+    """Takes what exists now out of the garbage collector's rounds; call when all is loaded.
+
+    `forget_view` collects at every change of the set, and most of the heap is modules and traces
+    that live as long as the process: 60-100 ms a collection without this.
+    """
+    gc.collect()
+    gc.freeze()

@@ -1,0 +1,236 @@
+"""The programs of a training step: the gradient of one shard, and the update (rule R10).
+
+Neither holds a collective. They are compiled ahead of time once per process, on its own device, and
+survive every change of the set. The gradient program is for one shard and is called once a shard,
+adding into donated buffers, so no number of shards ever compiles anything. (No loop on the device:
+XLA's CPU backend runs a convolution inside `scan` 4 to 6 times slower, jax 0.10.2.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ftrain.errors import TrainerError
+from ftrain.layout import Layout, from_words, to_words
+from ftrain.mesh import Buffers
+from ftrain.state import Committed, Init, Loss, StateSpec, describe, from_host, spec_of, to_host
+from ftrain.user_metrics import check_metrics, metric_names
+
+
+def state_spec(trainer: Any, seed: int) -> StateSpec:
+    """The spec of the trainer's state, from shapes alone. Sets `trainer.tx`."""
+    init = jax.eval_shape(lambda: as_init(trainer.init_params(jax.random.key(seed))))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(init.params):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise TrainerError(f"init_params: params{jax.tree_util.keystr(path)} is "
+                               f"{describe(leaf)}; parameters are floating, put other leaves into "
+                               "model_state: ftrain.Init(params, model_state)")
+    return spec_of(init.params, jax.eval_shape(trainer.tx.init, init.params), init.model_state)
+
+
+def as_init(out: Any) -> Init:
+    """What `init_params` returned, as an Init."""
+    return out if isinstance(out, Init) else Init(out)
+
+
+def initial_state(trainer: Any, spec: StateSpec, seed: int) -> Committed:
+    """Step 0, computed from the seed. For the first donor alone: the others only need shapes."""
+
+    def init() -> list[jax.Array]:
+        params, model_state = as_init(trainer.init_params(jax.random.key(seed)))
+        return jax.tree.leaves((params, trainer.tx.init(params), model_state))
+
+    # Over the host and back: that makes weak types strong, as programs and rejoiners have them.
+    return Committed(0, 0, from_host(spec, to_host(jax.jit(init)())))
+
+
+class StepPrograms:
+    """The compiled programs of a trainer, for one shape of shard."""
+
+    def __init__(self, trainer: Any, spec: StateSpec, batch_shapes: Sequence[jax.ShapeDtypeStruct],
+                 batch_tree: Any, *, seed: int, samples: int, reduce_dtype: str):
+        self._trainer, self._spec = trainer, spec
+        self._batch_tree, self._seed, self._samples = batch_tree, seed, samples
+        self._params, self._opt, self._model = spec.split(spec.leaves)
+        self._batch = list(batch_shapes)
+        self._plan(reduce_dtype)
+
+    # What is summed, found out by tracing the user's loss once without computing anything.
+
+    def _plan(self, reduce_dtype: str) -> None:
+        index = jax.ShapeDtypeStruct((), jnp.int32)
+        jaxpr, out = jax.make_jaxpr(
+            lambda model, params, batch, step, shard: self._loss(params, model, batch, step, shard),
+            return_shape=True)(self._model, self._params, self._batch, index, index)
+        _, metrics, _, model = out
+        # A leaf handed back untouched stays as it is and does not travel: averaging equal copies
+        # changes the bits of most of them (facts: 64 % of elements at 12 copies).
+        returned = jaxpr.jaxpr.outvars[len(jaxpr.jaxpr.outvars) - len(model):]
+        taken = jaxpr.jaxpr.invars[:len(model)]
+        self._changed = [i for i, (a, b) in enumerate(zip(returned, taken, strict=True))
+                         if a is not b]
+        self.metric_names = metric_names("loss", metrics)
+        layout = self._layout = Layout()
+        self._grad_slots = [
+            layout.add(p.shape, p.dtype if reduce_dtype == "param"
+                       else jnp.promote_types(p.dtype, jnp.float32)) for p in self._params]
+        self._model_slots = {i: layout.add(*_travels_as(self._model[i])) for i in self._changed}
+        self._scalars = layout.add((len(self.metric_names) + 2,), jnp.float32)
+        self._stop = layout.add((), jnp.float32)
+
+    def _loss(self, params: Sequence[Any], model: Sequence[Any], batch: Sequence[Any], step: Any,
+              shard: Any) -> tuple[Any, dict[str, Any], Any, list[Any]]:
+        """The user's loss on flat leaves. Traced."""
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), step), shard)
+        params_def, _, model_def = self._spec.treedefs
+        state = jax.tree.unflatten(model_def, model)
+        args = [jax.tree.unflatten(params_def, params),
+                jax.tree.unflatten(self._batch_tree, batch), key]
+        if self._model or state is not None:
+            args.append(state)
+        out = _as_loss(self._trainer.loss(*args))
+        value = jnp.asarray(out.value)
+        if value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
+            raise TrainerError(f"loss: returned {describe(value)}; it must be a float scalar, the "
+                               "mean over the shard")
+        weight = self._samples if out.weight is None else jax.lax.stop_gradient(out.weight)
+        check_metrics("loss", out.metrics)
+        new = list(model) if out.model_state is None else self._model_leaves(out.model_state)
+        return value, dict(out.metrics), jnp.asarray(weight, jnp.float32), new
+
+    def _model_leaves(self, tree: Any) -> list[Any]:
+        got, wanted = jax.tree.structure(tree), self._spec.treedefs[2]
+        if got != wanted:
+            raise TrainerError(f"loss: model_state has the tree {got}; init_params gave {wanted}")
+        return jax.tree.leaves(tree)
+
+    def _shard(self, params: list, model: list, batch: list, step: Any, shard: Any,
+               buffers: Buffers) -> Buffers:
+        """Adds one shard's gradient, loss, metrics and model state to `buffers`. Traced."""
+
+        def loss(params: list) -> tuple[Any, tuple]:
+            value, metrics, weight, new = self._loss(params, model, batch, step, shard)
+            return value, (value, metrics, weight, new)
+
+        grads, (value, metrics, weight, new) = jax.grad(loss, has_aux=True)(params)
+
+        def weighted(x: jax.Array, slot: Any) -> jax.Array:
+            # A shard without weight may have 0/0 as its mean: it must not spoil the others' sum.
+            x = x.astype(self._layout.dtypes[slot.group])
+            return jnp.where(weight > 0, x * weight.astype(x.dtype), jnp.zeros_like(x))
+
+        scalars = jnp.stack([jnp.asarray(x, jnp.float32).reshape(()) for x in
+                             (value, *(metrics[name] for name in self.metric_names))])
+        placed = [(s, weighted(g, s)) for s, g in zip(self._grad_slots, grads, strict=True)]
+        placed += [(slot, weighted(new[i], slot) if _is_mean(self._model[i])
+                    else jnp.where(shard == 0, to_words(new[i]), 0))
+                   for i, slot in self._model_slots.items()]
+        placed += [(self._scalars, jnp.append(weighted(scalars, self._scalars), weight)),
+                   (self._stop, jnp.float32(0))]
+        return [b + p for b, p in zip(buffers, self._layout.pack(placed), strict=True)]
+
+    def _empty(self, stop: Any) -> Buffers:
+        """Zeros, but for the request to stop. Traced."""
+        buffers = [jnp.zeros(b.shape, b.dtype) for b in self._layout.shapes()]
+        return [b.at[0, 0, self._stop.start].set(stop) if i == self._stop.group else b
+                for i, b in enumerate(buffers)]
+
+    def _update(self, params: list, opt: list, model: list, sums: Buffers, step: Any,
+                cursor: Any) -> tuple[list, jax.Array]:
+        """The new leaves, and loss, metrics, weight and stop as one vector. Traced."""
+        take = self._layout.take
+        scalars = take(sums, self._scalars)
+        weight = scalars[-1]
+        divisor = jnp.where(weight > 0, weight, 1)
+        mean = [take(sums, slot) / divisor.astype(self._layout.dtypes[slot.group])
+                for slot in self._grad_slots]
+        grads = [g.astype(p.dtype) for g, p in zip(mean, self._params, strict=True)]
+        model = list(model)
+        for i, slot in self._model_slots.items():
+            model[i] = self._new_model_leaf(model[i], take(sums, slot), weight, divisor)
+        state = self._spec.train_state(step, cursor, [*params, *opt, *model])
+        out = self._trainer.update(state, jax.tree.unflatten(self._spec.treedefs[0], grads))
+        new, extra = out if isinstance(out, tuple) else (out, {})
+        check_metrics("update", extra)
+        self.extra_names = metric_names("update", extra, taken=self.metric_names)
+        leaves = self._checked_leaves(new)
+        values = [scalars[:-1] / divisor,
+                  *(jnp.asarray(extra[n], jnp.float32).reshape(1) for n in self.extra_names),
+                  jnp.stack([weight, take(sums, self._stop)])]
+        return leaves, jnp.concatenate(values)
+
+    def _new_model_leaf(self, old: Any, summed: jax.Array, weight: Any, divisor: Any) -> jax.Array:
+        if not _is_mean(old):
+            return from_words(summed, jax.ShapeDtypeStruct(old.shape, old.dtype))
+        mean = summed / divisor.astype(summed.dtype)
+        return jnp.where(weight > 0, mean.astype(old.dtype), old)
+
+    def _checked_leaves(self, new: Any) -> list[Any]:
+        got = spec_of(new.params, new.opt_state, new.model_state)
+        if got.treedefs != self._spec.treedefs or got.leaves != self._spec.leaves:
+            was, now = self._spec.lines(), got.lines()
+            differ = [f"{a} became {b}" for a, b in zip(was, now, strict=False) if a != b]
+            raise TrainerError("update: must return a state of the same tree, shapes and dtypes: "
+                               + (differ[0] if differ else f"{self._spec.treedefs} became "
+                                                           f"{got.treedefs}"))
+        return jax.tree.leaves((new.params, new.opt_state, new.model_state))
+
+    # What runs.
+
+    def compile(self) -> None:
+        """Compiles all programs, or loads them from the compilation cache."""
+        index, buffers = jax.ShapeDtypeStruct((), jnp.int32), self._layout.shapes()
+        self._shard_program = jax.jit(self._shard, donate_argnums=5).lower(
+            self._params, self._model, self._batch, index, index, buffers).compile()
+        self._empty_program = jax.jit(self._empty).lower(
+            jax.ShapeDtypeStruct((), jnp.float32)).compile()
+        self._update_program = jax.jit(self._update).lower(
+            self._params, self._opt, self._model, buffers, index, index).compile()
+
+    def gradients(self, state: Committed, shards: Sequence[tuple[int, list[np.ndarray]]], *,
+                  stop: bool) -> Buffers:
+        """This worker's part of a step's sums; zeros if it has no shard."""
+        params, _, model = self._spec.split(state.leaves)
+        buffers = self._empty_program(np.float32(stop))
+        for shard, batch in shards:
+            buffers = self._shard_program(params, model, batch, np.int32(state.step),
+                                          np.int32(shard), buffers)
+        return buffers
+
+    def update(self, state: Committed, sums: Buffers,
+               samples: int) -> tuple[Committed, dict[str, float], bool]:
+        """The next state, the step's metrics, and whether anybody was asked to stop.
+
+        Does not donate `state`: a step that fails is tried again from it.
+        """
+        params, opt, model = self._spec.split(state.leaves)
+        leaves, vector = self._update_program(
+            params, opt, model, sums, np.int32(state.step), np.int32(state.cursor & 0x7FFFFFFF))
+        new_state = Committed(state.step + 1, state.cursor + samples, leaves)
+        jax.block_until_ready(leaves)
+        *values, weight, stop = np.asarray(vector).tolist()
+        metrics = dict(zip(("loss", *self.metric_names, *self.extra_names), values, strict=True))
+        if weight == 0:
+            metrics["weight"] = 0.0
+        return new_state, metrics, stop > 0
+
+
+def _as_loss(out: Any) -> Loss:
+    if isinstance(out, Loss):
+        return out
+    return Loss(*out) if isinstance(out, tuple) else Loss(out)
+
+
+def _is_mean(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _travels_as(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    if _is_mean(leaf):
+        return leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)
+    return jax.eval_shape(to_words, leaf).shape, jnp.uint32

@@ -1,0 +1,125 @@
+"""State moves from the donor to whoever lacks it, bit for bit, by a sum over the workers (rule R6).
+
+The donor contributes its bits and all others zeros, summed as unsigned integers: a float sum would
+turn -0.0 into 0.0 and may drop the payload of a NaN. One small program of a fixed shape serves every
+state, so a rejoin compiles the same little whatever the model (rule R10), and memory beside the state
+is bounded by a bucket.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from ftrain.errors import AttemptFailedError
+from ftrain.mesh import DataPlane
+from ftrain.state import Committed, StateSpec, digest, from_host, host_bytes, host_shape, to_host
+
+DIGEST_WORDS = 8
+CURSOR_WORDS = 2
+HEADER_WORDS = 1 + CURSOR_WORDS + DIGEST_WORDS  # step, cursor, digest
+BUCKET_WORDS = 1 << 20  # 4 MiB of uint32: beyond that more buckets, not larger ones
+
+
+@dataclasses.dataclass(frozen=True)
+class Synced:
+    """What a sync did: the committed state everybody has now, and how much of it had to move."""
+
+    state: Committed
+    digest: str
+    bytes_moved: int
+
+
+def sync_state(plane: DataPlane, spec: StateSpec, mine: Committed | None, *, donor: int,
+               holders: Sequence[int]) -> Synced:
+    """Gives every member of the view the donor's committed state, checked by digest.
+
+    Args:
+      plane: of the settled view.
+      spec: the state's; the same on every member.
+      mine: this worker's committed state; not None on the donor and on `holders`.
+      donor: the member whose state all take.
+      holders: the members that say they are at the donor's step already. They contribute nothing to
+        the transfer but check their own state against the donor's digest.
+
+    Raises:
+      AttemptFailedError: a collective failed, or a digest does not match.
+
+    A collective: every member calls it, inside `live_devices`. If all are holders, only digests move.
+    """
+    workers, me = plane.workers, plane.workers[plane.rank]
+    arrays = to_host(mine.leaves) if mine is not None and (me == donor or me in holders) else None
+    own = None if arrays is None else digest(spec, mine.step, mine.cursor, arrays)
+    words = _bucket_words(spec, len(workers))
+    headers = _exchange_headers(plane, words, mine if arrays is not None else None, own)
+    step, cursor, wanted = headers[workers.index(donor)]
+    for holder in holders:
+        if headers[workers.index(holder)][2] != wanted:
+            raise AttemptFailedError(
+                f"worker {holder} and worker {donor} both hold step {step} with other bits")
+    if set(holders) | {donor} >= set(workers):
+        return Synced(mine, wanted.hex(), 0)
+    moved = _broadcast(plane, spec, words, arrays if me == donor else None)
+    if arrays is not None:
+        return Synced(mine, wanted.hex(), host_bytes(spec))
+    got = digest(spec, step, cursor, moved)
+    if got != wanted:
+        raise AttemptFailedError(f"the state received for step {step} has digest {got.hex()[:16]}, "
+                                 f"worker {donor} sent {wanted.hex()[:16]}")
+    state = Committed(step, cursor, from_host(spec, moved))
+    return Synced(state, wanted.hex(), host_bytes(spec))
+
+
+def _bucket_words(spec: StateSpec, workers: int) -> int:
+    need = max(HEADER_WORDS * workers, (host_bytes(spec) + 3) // 4)
+    return min(BUCKET_WORDS, 1 << (need - 1).bit_length())
+
+
+def _sum_words(plane: DataPlane, words: np.ndarray) -> np.ndarray:
+    [summed] = plane.sum([jax.device_put(words.reshape(1, 1, -1), jax.local_devices()[0])])
+    return np.asarray(summed).reshape(-1)
+
+
+def _exchange_headers(plane: DataPlane, words: int, mine: Committed | None,
+                      own: bytes | None) -> list[tuple[int, int, bytes]]:
+    """Every member's (step, cursor, digest) by rank; zeros from who has none."""
+    bucket = np.zeros(words, np.uint32)
+    if mine is not None and own is not None:
+        row = bucket[plane.rank * HEADER_WORDS:][:HEADER_WORDS]
+        row[0] = mine.step
+        row[1:3] = np.array([mine.cursor], np.uint64).view(np.uint32)
+        row[3:] = np.frombuffer(own, np.uint32)
+    table = _sum_words(plane, bucket)[:HEADER_WORDS * len(plane.workers)].reshape(-1, HEADER_WORDS)
+    return [(int(row[0]), int(row[1:3].copy().view(np.uint64)[0]), row[3:].tobytes())
+            for row in table]
+
+
+def _broadcast(plane: DataPlane, spec: StateSpec, words: int,
+               arrays: Sequence[np.ndarray] | None) -> list[np.ndarray]:
+    """The donor's leaves, on every member. `arrays` is None for all but the donor."""
+    size = host_bytes(spec)
+    sent = np.zeros(0, np.uint8) if arrays is None else _join(arrays)
+    received = np.empty(-(-size // (4 * words)) * 4 * words, np.uint8)
+    for start in range(0, size, 4 * words):
+        bucket = np.zeros(4 * words, np.uint8)
+        part = sent[start:start + 4 * words]
+        bucket[:part.size] = part
+        received[start:start + 4 * words] = _sum_words(plane, bucket.view(np.uint32)).view(np.uint8)
+    return _cut(spec, received[:size])
+
+
+def _join(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    flat = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays]
+    return np.concatenate(flat) if flat else np.zeros(0, np.uint8)
+
+
+def _cut(spec: StateSpec, data: np.ndarray) -> list[np.ndarray]:
+    arrays, start = [], 0
+    for shape, dtype in map(host_shape, spec.leaves):
+        size = int(np.prod(shape)) * dtype.itemsize
+        arrays.append(data[start:start + size].copy().view(dtype).reshape(shape))
+        start += size
+    return arrays

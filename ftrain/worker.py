@@ -1,0 +1,233 @@
+"""One worker process: from its assignment to its last barrier. `python -m ftrain.worker`.
+
+Its end says how it went: 0 after the run's own end, else a code of `errors` with a report on the pipe
+of records, or a signal. It never disconnects itself (rule R9); the supervisor fences it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from ftrain.beat import Beat
+from ftrain.config import Config
+from ftrain.errors import (
+    WORKER_LOCAL_ERROR, WORKER_REFUSED, DatasetError, FtrainError, TrainerError,
+)
+from ftrain.user_code import load_trainer, user_traceback
+
+
+@dataclasses.dataclass(frozen=True)
+class Assignment:
+    """What the supervisor tells a worker, as one line of JSON on its control pipe."""
+
+    config: str  # the resolved config as JSON, validated
+    worker: int
+    address: str  # of the coordinator
+    platform: str
+    base: str  # the folder the trainer is relative to
+    records_fd: int
+    beat_fd: int
+    parent: int  # the supervisor's pid
+
+
+class Reporter:
+    """Writes records for the supervisor, one JSON object a line, each in one write."""
+
+    def __init__(self, fd: int):
+        self._fd, self._lock = fd, threading.Lock()
+
+    def __call__(self, record: str, **fields: Any) -> None:
+        """Reports a fact. Safe from any thread; blocks while the supervisor is behind."""
+        line = json.dumps({"record": record, "t": time.time(), **fields}) + "\n"
+        data = line.encode()
+        with self._lock:
+            while data:
+                data = data[os.write(self._fd, data):]
+
+
+class StopFlag:
+    """Set by a line on the control pipe, read between steps. Signals never interrupt a block."""
+
+    def __init__(self, control: Any):
+        self._set = threading.Event()
+        threading.Thread(target=self._listen, args=(control,), daemon=True).start()
+
+    def _listen(self, control: Any) -> None:
+        for line in control:
+            if line.strip() == "stop":
+                self._set.set()
+
+    def __call__(self) -> bool:
+        return self._set.is_set()
+
+
+def end_with_parent(parent: int) -> None:
+    """This process is killed when the supervisor dies (Linux), however that happens."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call above
+        os._exit(1)
+
+
+def main() -> None:
+    """Takes the assignment from the control pipe (descriptor given in argv) and works."""
+    control = os.fdopen(int(sys.argv[1]), "r", encoding="utf-8")
+    job = Assignment(**json.loads(control.readline()))
+    end_with_parent(job.parent)
+    # Without handlers: whoever signals one worker gets what SIGKILL would give, a replacement.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    work(job, Reporter(job.records_fd), Beat(job.beat_fd), StopFlag(control))
+
+
+def work(job: Assignment, report: Callable[..., None], beat: Beat,
+         stop_requested: Callable[[], bool]) -> NoReturn:
+    """Prepares, takes part until the run is over, and ends the process."""
+    config = Config.from_json(job.config)
+    try:
+        loop = prepare(job, config, report, beat, stop_requested)
+    except FtrainError as error:
+        refuse(report, str(error), "")
+    except BaseException as error:  # noqa: BLE001  the user's code: told once, with its traceback
+        refuse(report, f"{type(error).__name__}: {error}", user_traceback(error))
+    report("ready")
+    try:
+        loop.run()
+    except BaseException as error:  # noqa: BLE001  outside a block: ends the process all the same
+        local_error(report, beat, error)
+    report("left", reason=loop.members.finished(), step=loop.state.step if loop.state else None)
+    os._exit(0)
+
+
+def refuse(report: Callable[..., None], message: str, traceback: str) -> NoReturn:
+    """The trainer or data cannot be used: reported, so that the supervisor tells it once."""
+    report("refused", message=message, traceback=traceback)
+    _exit(WORKER_REFUSED)
+
+
+def local_error(report: Callable[..., None], beat: Beat, error: BaseException) -> NoReturn:
+    """This worker's own error in the run: reported, and the process ends before any barrier (R3)."""
+    reading = beat.read()
+    traceback = "" if isinstance(error, FtrainError) else user_traceback(error)
+    report("local_error", step=reading.step + 1, phase=reading.phase, traceback=traceback,
+           error=f"{type(error).__name__}: {error}")
+    sys.stderr.write((traceback or str(error)) + "\n")
+    _exit(WORKER_LOCAL_ERROR)
+
+
+def _exit(code: int) -> NoReturn:
+    # Not sys.exit: nothing of the runtime's clean-up may speak to the service (R9).
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def prepare(job: Assignment, config: Config, report: Callable[..., None], beat: Beat,
+            stop_requested: Callable[[], bool]) -> Any:
+    """Everything up to the first barrier: user code, data, backend, compiled programs."""
+    trainer = load_trainer(config.trainer, job.base, config.trainer_args, config)
+    from ftrain.data import Source
+
+    source = Source(trainer.dataset(), "dataset()")
+    held_out = trainer.eval_dataset()
+    eval_source = None if held_out is None else Source(held_out, "eval_dataset()")
+    check_no_device_touched()
+
+    from ftrain import runtime
+
+    cache = compile_cache_folder(config)
+    runtime.use_compile_cache(cache)
+    started = runtime.Runtime(
+        address=job.address, worker=job.worker, workers=config.cluster.workers,
+        platform=job.platform, heartbeat_timeout_s=config.cluster.heartbeat_timeout_s)
+    started.start_backend()
+    beat.phase("compile")
+    return make_loop(job, config, trainer, source, eval_source, started, cache, report, beat,
+                     stop_requested)
+
+
+def make_loop(job: Assignment, config: Config, trainer: Any, source: Any, eval_source: Any,
+              started: Any, cache: str | None, report: Callable[..., None], beat: Beat,
+              stop_requested: Callable[[], bool]) -> Any:
+    """Traces and compiles, and puts the parts of the loop together."""
+    from ftrain import checkpoint, runtime
+    from ftrain.compile_lock import first_compiles
+    from ftrain.data import ShardReader
+    from ftrain.loop import StepLoop
+    from ftrain.membership import Members
+
+    with first_compiles(cache), runtime.writes_compile_cache():
+        spec, programs, evaluation = trace(trainer, config, source, eval_source)
+        programs.compile()
+    members = Members(started, report, lambda error: local_error(report, beat, error))
+    members.publish_spec(spec.fingerprint(), spec.lines())
+    saver = checkpoint.Saver(config.run_dir, worker=job.worker, keep=config.checkpoint.keep,
+                             dataset_length=source.length, report=report)
+
+    def first_state() -> Any:
+        from ftrain.step import initial_state
+
+        restored = checkpoint.restore_newest(config.run_dir, spec, worker=job.worker,
+                                             dataset_length=source.length, report=report)
+        if restored is None:
+            with runtime.writes_compile_cache():
+                return initial_state(trainer, spec, config.seed)
+        saver.already_durable(restored.step)
+        return restored
+
+    reader = ShardReader(
+        source, seed=config.seed, shuffle=config.data.shuffle, batch_size=config.batch_size,
+        batch_shards=config.batch_shards, prefetch_steps=config.data.prefetch_steps,
+        threads=config.data.threads)
+    runtime.freeze_heap()
+    return StepLoop(trainer, config, members, spec, programs, reader, evaluation, saver, beat,
+                    report, stop_requested, first_state, started.forget_view)
+
+
+def trace(trainer: Any, config: Config, source: Any, eval_source: Any) -> tuple[Any, Any, Any]:
+    """The state's spec and the programs, from shapes alone; every rule of the API is checked here."""
+    from ftrain.evaluation import Evaluation
+    from ftrain.step import StepPrograms, state_spec
+
+    trainer.tx = trainer.optimizer()
+    spec = state_spec(trainer, config.seed)
+    samples = config.batch_size // config.batch_shards
+    programs = StepPrograms(trainer, spec, source.shapes(samples), source.treedef,
+                            seed=config.seed, samples=samples, reduce_dtype=config.reduce_dtype)
+    evaluation = None if eval_source is None else Evaluation(
+        trainer, spec, eval_source, batch_size=config.batch_size,
+        batch_shards=config.batch_shards)
+    if evaluation is None and config.eval.every_steps:
+        raise TrainerError(f"eval.every_steps={config.eval.every_steps} needs eval_dataset(); "
+                           "define it, or leave the key out")
+    return spec, programs, evaluation
+
+
+def check_no_device_touched() -> None:
+    """The data set must leave JAX's devices alone: they are not open yet, and would be other ones."""
+    from jax._src import xla_bridge  # checked on jax 0.10.2, 0.12.0.1
+
+    if xla_bridge.backends_are_initialized():
+        raise DatasetError("__init__, dataset() or eval_dataset() used a JAX device (jnp arrays, "
+                           "jax.random, jax.devices()); make numpy arrays there")
+
+
+def compile_cache_folder(config: Config) -> str | None:
+    """Where compiled programs are kept, or None."""
+    if config.compile_cache == "off":
+        return None
+    folder = config.compile_cache
+    return os.path.abspath(os.path.join(config.run_dir, "compile_cache") if folder == "auto"
+                           else folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Complete, runnable examples: each a trainer and a config, with what to expect of it."""
