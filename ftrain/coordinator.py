@@ -2,12 +2,12 @@
 
 So worker 0 may die like any other. The supervisor launches it and speaks to it in lines:
 
-    stdin   fence <id>            the worker's process is dead and reaped: count its task as gone
+    control fence <id>            the worker's process is dead and reaped: count its task as gone
             group <pgid> [-]      a process group to end should the supervisor die (-: forget it)
     stdout  ready <address>       once, when every task may come and go
             fenced <id>           the service has acknowledged
 
-When stdin closes, the supervisor is gone: the coordinator ends the groups it was told of, so that
+When the control pipe closes, the supervisor is gone: the coordinator ends the groups it was told of, so that
 nothing that user code forked outlives the run, and then itself.
 """
 
@@ -103,15 +103,15 @@ def _end_groups(groups: set[int]) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """`python -m ftrain.coordinator WORKERS PLATFORM HEARTBEAT_TIMEOUT_S`."""
+    """`python -m ftrain.coordinator CONTROL_FD WORKERS PLATFORM HEARTBEAT_TIMEOUT_S`."""
     # Ctrl-C and a group's SIGTERM reach us too; the supervisor decides when we end.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    coordinator = Coordinator(int(argv[0]), argv[1], float(argv[2]))
+    coordinator = Coordinator(int(argv[1]), argv[2], float(argv[3]))
     sys.stdout.write(f"ready {coordinator.address}\n")
     sys.stdout.flush()
     groups: set[int] = set()
-    for line in sys.stdin:
+    for line in os.fdopen(int(argv[0]), encoding="utf-8"):
         match line.split():
             case ["fence", worker]:
                 coordinator.fence(int(worker))

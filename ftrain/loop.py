@@ -84,11 +84,19 @@ class StepLoop:
     plane: DataPlane | None = None
     hook: dict[str, Any] | None = None  # the metrics of a commit that after_commit has not seen
     below_min_since: float | None = None
+    evaluating_since: float | None = None
 
-    def run(self) -> None:
-        """Trains until the run is over."""
+    def run(self, together: list[int], name: str) -> None:
+        """Trains until the run is over.
+
+        Args:
+          together: the workers that begin with this one, for a first view with them all.
+          name: of this beginning, used once.
+        """
         self.beat.phase("barrier")
         self.members.join()
+        if len(together) > 1:
+            self.members.meet_at_start(name, together)
         new = Outcome(None, self.progress)
         while not new.leave:
             started = time.perf_counter()
@@ -133,7 +141,9 @@ class StepLoop:
                         eval_due=self._evaluation_due(), metrics=new.metrics)
             self.hook = new.metrics if view.lowest == self.members.me else None
         if new.evaluated is not None:
-            self.report("evaluated", step=self.state.step, metrics=new.evaluated)
+            self.report("evaluated", step=self.state.step, metrics=new.evaluated,
+                        seconds=time.monotonic() - self.evaluating_since)
+            self.evaluating_since = None
 
     # A new view.
 
@@ -228,6 +238,7 @@ class StepLoop:
     def _evaluate_part(self) -> Outcome:
         """A part of an evaluation, uncommitted: a death repeats this part."""
         self.beat.phase("evaluate")
+        self.evaluating_since = self.evaluating_since or time.monotonic()
         part = self.progress.eval_part
         sums = self.evaluation.part(self.plane, self.state, part)
         if self.progress.eval_sums:
@@ -260,7 +271,8 @@ class StepLoop:
         if view.lowest == self.members.me:
             self.saver.save(self.spec, self.state)
             if self.saver.settled(self.state.step):
-                self.members.set_finished(self.progress.stopping or "target")
+                failed = self.saver.error and f"the last save failed: {self.saver.error}"
+                self.members.set_finished(failed or self.progress.stopping or "target")
         time.sleep(POLL_S)
         return Outcome(self.state, self.progress)
 

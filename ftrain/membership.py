@@ -74,6 +74,14 @@ class Members:
         self._runtime.use_member(self._client)
         self._incarnation = self._client.get_live_nodes([self.me])[self.me]
 
+    def meet_at_start(self, name: str, workers: list[int]) -> None:
+        """Those who begin together wait for one another, so that the first view has them all.
+
+        Only a courtesy: if one of them dies here the others go on without it.
+        """
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._client.wait_at_barrier(f"ftrain/start/{name}", SETTLE_TIMEOUT_S * 1000, workers)
+
     def current_view(self) -> View:
         """The members of this block.
 

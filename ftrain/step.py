@@ -180,6 +180,12 @@ class StepPrograms:
                                                            f"{got.treedefs}"))
         return jax.tree.leaves((new.params, new.opt_state, new.model_state))
 
+    def trace_update(self) -> None:
+        """Checks `update`, and learns the names of its metrics, without compiling."""
+        index = jax.ShapeDtypeStruct((), jnp.int32)
+        jax.eval_shape(self._update, self._params, self._opt, self._model, self._layout.shapes(),
+                       index, index)
+
     # What runs.
 
     def compile(self) -> None:

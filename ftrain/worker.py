@@ -54,20 +54,43 @@ class Reporter:
                 data = data[os.write(self._fd, data):]
 
 
-class StopFlag:
-    """Set by a line on the control pipe, read between steps. Signals never interrupt a block."""
+class Control:
+    """What the supervisor says on the control pipe. Signals never interrupt a block."""
 
-    def __init__(self, control: Any):
-        self._set = threading.Event()
-        threading.Thread(target=self._listen, args=(control,), daemon=True).start()
+    def __init__(self, pipe: Any):
+        self._go, self._stop = threading.Event(), threading.Event()
+        threading.Thread(target=self._listen, args=(pipe,), daemon=True).start()
 
-    def _listen(self, control: Any) -> None:
-        for line in control:
-            if line.strip() == "stop":
-                self._set.set()
+    def _listen(self, pipe: Any) -> None:
+        for line in pipe:
+            match line.split():
+                case ["go", name, *workers]:
+                    self._together = name, [int(w) for w in workers]
+                    self._go.set()
+                case ["stop"]:
+                    self._stop.set()
 
-    def __call__(self) -> bool:
-        return self._set.is_set()
+    def wait_for_go(self) -> tuple[str, list[int]]:
+        """At the start of a run the workers begin together; later each when it is ready.
+
+        Returns:
+          A name for this beginning, and who begins.
+        """
+        self._go.wait()
+        return self._together
+
+    def stop_requested(self) -> bool:
+        """Whether the supervisor wants the run to stop; read between steps."""
+        return self._stop.is_set()
+
+
+def keep_stdout_for_user_code() -> None:
+    """What user code prints goes to the screen; what C++ libraries print only to the log.
+
+    gloo writes to descriptor 1 whenever it connects (jaxlib 0.10.2 to 0.12.0.1).
+    """
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+    os.dup2(2, 1)
 
 
 def end_with_parent(parent: int) -> None:
@@ -83,24 +106,26 @@ def main() -> None:
     control = os.fdopen(int(sys.argv[1]), "r", encoding="utf-8")
     job = Assignment(**json.loads(control.readline()))
     end_with_parent(job.parent)
+    keep_stdout_for_user_code()
     # Without handlers: whoever signals one worker gets what SIGKILL would give, a replacement.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    work(job, Reporter(job.records_fd), Beat(job.beat_fd), StopFlag(control))
+    work(job, Reporter(job.records_fd), Beat(job.beat_fd), Control(control))
 
 
-def work(job: Assignment, report: Callable[..., None], beat: Beat,
-         stop_requested: Callable[[], bool]) -> NoReturn:
+def work(job: Assignment, report: Callable[..., None], beat: Beat, control: Control) -> NoReturn:
     """Prepares, takes part until the run is over, and ends the process."""
     config = Config.from_json(job.config)
     try:
-        loop = prepare(job, config, report, beat, stop_requested)
+        loop = prepare(job, config, report, beat, control.stop_requested)
     except FtrainError as error:
         refuse(report, str(error), "")
     except BaseException as error:  # noqa: BLE001  the user's code: told once, with its traceback
         refuse(report, f"{type(error).__name__}: {error}", user_traceback(error))
+    beat.phase("ready")
     report("ready")
+    name, together = control.wait_for_go()
     try:
-        loop.run()
+        loop.run(together, name)
     except BaseException as error:  # noqa: BLE001  outside a block: ends the process all the same
         local_error(report, beat, error)
     report("left", reason=loop.members.finished(), step=loop.state.step if loop.state else None)
@@ -148,6 +173,7 @@ def prepare(job: Assignment, config: Config, report: Callable[..., None], beat: 
     started = runtime.Runtime(
         address=job.address, worker=job.worker, workers=config.cluster.workers,
         platform=job.platform, heartbeat_timeout_s=config.cluster.heartbeat_timeout_s)
+    beat.phase("connect")
     started.start_backend()
     beat.phase("compile")
     return make_loop(job, config, trainer, source, eval_source, started, cache, report, beat,

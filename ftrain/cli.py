@@ -1,0 +1,126 @@
+"""The command line: `ftrain run`, `check`, `debug`. Never imports jax."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from ftrain.config import Config, changed_keys, continue_problems, load_config, read_resolved
+from ftrain.environment import resolve_platform, worker_environment
+from ftrain.errors import EXIT_DEFECT, EXIT_OK, EXIT_REFUSED, ConfigError, FtrainError
+from ftrain.user_code import find_base
+from ftrain.versions import check_versions
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code; 1 is a defect of ftrain and shows a traceback."""
+    arguments = _parser().parse_args(argv)
+    try:
+        check_versions()
+        config = load_config(arguments.config, arguments.set, arguments.run_dir)
+        base = find_base(config.trainer, arguments.config)
+        platform = resolve_platform(config)
+        worker_environment(config, platform, os.environ)
+        return arguments.command(config, base, platform)
+    except FtrainError as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_REFUSED
+    except Exception:  # noqa: BLE001  the outermost: a defect is shown and given its exit code
+        traceback.print_exc()
+        return EXIT_DEFECT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ftrain", description="Fault-tolerant data-parallel training on JAX.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, command, text in (
+            ("run", _run, "train, or continue; workers may die"),
+            ("check", _check, "do all that a start does, without starting"),
+            ("debug", _debug, "one worker in the foreground, for breakpoint() and profilers")):
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.add_argument("config", metavar="CONFIG", help="a YAML file, see configs/")
+        sub.add_argument("--set", action="append", default=[], metavar="key.path=value",
+                         help="replace a value of the config; may be given several times")
+        sub.add_argument("--run-dir", metavar="DIR", help="replace run_dir")
+        sub.set_defaults(command=command)
+    return parser
+
+
+def _run(config: Config, base: str, platform: str) -> int:
+    from ftrain.events import EventLog
+    from ftrain.run_lock import RunLock
+    from ftrain.screen import Screen
+    from ftrain.supervisor import Supervisor
+
+    os.makedirs(config.run_dir, exist_ok=True)
+    lock = RunLock(config.run_dir)
+    changed = _continue(config)
+    done = _finished_step(config)
+    if done is not None:
+        sys.stdout.write(f"{config.run_dir} has finished: step {done} of {config.steps} is saved; "
+                         "set a larger `steps` to train on\n")
+        return EXIT_OK
+    log = EventLog(config.run_dir)
+    log("run_started", config=config.model_dump(), changed=changed)
+    screen = Screen()
+    try:
+        return Supervisor(config, base=base, platform=platform, lock=lock, log=log,
+                          screen=screen).run()
+    finally:
+        screen.close()
+
+
+def _continue(config: Config) -> dict[str, list]:
+    """Checks the config against the one the run began with, and writes the resolved one down."""
+    path = os.path.join(config.run_dir, "config.yaml")
+    changed = {}
+    if os.path.exists(path):
+        old = read_resolved(path)
+        problems = continue_problems(old, config)
+        if problems:
+            raise ConfigError(*problems)
+        changed = changed_keys(old, config)
+    part = path + ".part"
+    with open(part, "w", encoding="utf-8") as file:
+        file.write(config.to_yaml())
+    os.replace(part, path)
+    return changed
+
+
+def _finished_step(config: Config) -> int | None:
+    """The step at which the run has finished and saved, if that is all it is to do."""
+    from ftrain.events import EVENTS_FILE, read_lines
+
+    last = None
+    for row in read_lines(os.path.join(config.run_dir, EVENTS_FILE)):
+        if row["event"] == "run_finished":
+            last = row
+        elif row["event"] == "run_started":
+            last = None
+    if last is None or last["exit_code"] != EXIT_OK or last["step"] < config.steps:
+        return None
+    saved = os.path.join(config.run_dir, "checkpoints", str(last["step"]))
+    return last["step"] if os.path.isdir(saved) else None
+
+
+def _check(config: Config, base: str, platform: str) -> int:
+    return _replace_by("ftrain.check", config, base, platform)
+
+
+def _debug(config: Config, base: str, platform: str) -> int:
+    return _replace_by("ftrain.debug", config, base, platform)
+
+
+def _replace_by(module: str, config: Config, base: str, platform: str) -> int:
+    """Becomes a process that may import jax, on this terminal."""
+    env = worker_environment(config, platform, os.environ)
+    os.execve(sys.executable, [sys.executable, "-m", module, config.to_json(), base, platform],
+              env)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""`ftrain debug`: one worker in the foreground, without a supervisor.
+
+Standard input is the terminal's, so `breakpoint()` works, and profilers see one plain process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from ftrain.beat import Beat
+from ftrain.config import Config
+from ftrain.errors import EXIT_REFUSED, ConfigError, FtrainError
+from ftrain.events import EventLog
+from ftrain.recorder import Recorder
+from ftrain.run_lock import RunLock
+from ftrain.screen import Screen
+from ftrain.story import Story
+from ftrain.worker import Assignment, work
+
+
+class Foreground:
+    """What the supervisor would be told and would say, for a worker that has none."""
+
+    def __init__(self, config: Config):
+        self._screen = Screen(live=False)
+        self._story = Story(self._screen, config)
+        self._recorder = Recorder(config.run_dir, EventLog(config.run_dir), self._story.fact)
+
+    def report(self, record: str, **fields: object) -> None:
+        """Takes a record as the supervisor does."""
+        if record == "left":
+            self._recorder.close()
+            self._screen.line(f"ended at step {fields['step']}: {fields['reason']}")
+        elif record in ("refused", "local_error"):
+            self._screen.line(str(fields["traceback"] or fields.get("message")
+                                  or fields.get("error")))
+        elif record != "ready":
+            import time
+
+            self._recorder.take(0, {"record": record, "t": time.time(), **fields})
+            self._story.tick(self._recorder.step, [0])
+
+    def wait_for_go(self) -> tuple[str, list[int]]:
+        """Nobody to wait for."""
+        return "debug", [0]
+
+    def stop_requested(self) -> bool:
+        """Ctrl-C ends the process as in any program."""
+        return False
+
+
+def main() -> int:
+    """`python -m ftrain.debug CONFIG_JSON BASE PLATFORM`."""
+    from ftrain.coordinator import Coordinator
+
+    given = Config.from_json(sys.argv[1])
+    config = given.model_copy(update={
+        "cluster": given.cluster.model_copy(update={"workers": 1, "min_workers": 1})})
+    os.makedirs(config.run_dir, exist_ok=True)
+    try:
+        lock = RunLock(config.run_dir)
+        if os.path.exists(os.path.join(config.run_dir, "config.yaml")):
+            raise ConfigError(f"{config.run_dir} belongs to a run; give debug another folder with "
+                              "--run-dir")
+    except FtrainError as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_REFUSED
+    foreground = Foreground(config)
+    coordinator = Coordinator(1, sys.argv[3], config.cluster.heartbeat_timeout_s)
+    job = Assignment(
+        config=config.to_json(), worker=0, address=coordinator.address, platform=sys.argv[3],
+        base=sys.argv[2], records_fd=-1, beat_fd=-1, parent=os.getppid())
+    work(job, foreground.report, Beat(Beat.create("ftrain-beat")), foreground)
+    del lock
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""The environment that worker processes get, decided before anything starts. No jax."""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import os
+from collections.abc import Mapping
+
+from ftrain.config import Config
+from ftrain.errors import ConfigError
+
+GPU_FLAGS = {
+    # A failed NCCL collective must raise or be cancelled, not end the process (jax 0.10.2-0.12.0.1).
+    "--xla_gpu_nccl_terminate_on_error": "false",
+    "--xla_gpu_nccl_async_execution": "true",
+    "--xla_gpu_nccl_blocking_communicators": "false",
+}
+
+
+def resolve_platform(config: Config) -> str:
+    """`cpu` or `gpu`; `auto` is the GPU where there is one and JAX has its plugin.
+
+    Raises:
+      ConfigError: more workers than GPUs.
+    """
+    gpus = len(glob.glob("/dev/nvidia[0-9]*"))
+    wanted = config.cluster.platform
+    if wanted == "auto":
+        plugin = any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13))
+        wanted = "gpu" if gpus and plugin else "cpu"
+    if wanted == "gpu" and config.cluster.workers > gpus:
+        raise ConfigError(f"cluster.workers={config.cluster.workers}, and this machine has {gpus} "
+                          "GPUs; each worker takes one: lower workers, or set platform: cpu")
+    return wanted
+
+
+def worker_environment(config: Config, platform: str,
+                       environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of all workers; `one_worker` adds what differs.
+
+    Raises:
+      ConfigError: XLA_FLAGS holds another value of a flag that ftrain needs.
+    """
+    env = dict(environ)
+    if platform == "gpu":
+        needed = GPU_FLAGS
+        env.update(JAX_PLATFORMS="cuda", XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE="1",
+                   XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT="1")
+    else:
+        # Beyond the watchdog's patience: it names the culprit, a collective's own timeout cannot.
+        patience_s = max(600, 2 * int(config.cluster.hang_timeout_s))
+        needed = {"--xla_cpu_collective_timeout_seconds": str(patience_s),
+                  "--xla_force_host_platform_device_count": "1"}
+        env["JAX_PLATFORMS"] = "cpu"
+    env["XLA_FLAGS"] = merge_flags(environ.get("XLA_FLAGS", ""), needed)
+    env.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+    env["PYTHONUNBUFFERED"] = "1"
+    env["FTRAIN_RUN_DIR"] = config.run_dir
+    return env
+
+
+def one_worker(env: Mapping[str, str], platform: str, worker: int,
+               incarnation: int) -> dict[str, str]:
+    """The environment of one worker process."""
+    own = {**env, "FTRAIN_WORKER_ID": str(worker), "FTRAIN_INCARNATION": str(incarnation)}
+    if platform == "gpu":
+        own["CUDA_VISIBLE_DEVICES"] = str(worker)
+    return own
+
+
+def merge_flags(given: str, needed: Mapping[str, str]) -> str:
+    """XLA_FLAGS with what ftrain needs added; a conflict is refused."""
+    flags = given.split()
+    values = dict(flag.partition("=")[::2] for flag in flags)
+    for name, value in needed.items():
+        if values.get(name, value) != value:
+            raise ConfigError(f"XLA_FLAGS: {name}={values[name]}, ftrain needs {value}; take the "
+                              "flag out of XLA_FLAGS")
+        if name not in values:
+            flags.append(f"{name}={value}")
+    return " ".join(flags)

@@ -1,0 +1,76 @@
+"""The run's two record files: `events.jsonl` and `metrics.jsonl`. Written by the supervisor alone.
+
+One JSON object a line, append-only, whole lines only: each is written in one call, and what a killed
+supervisor left of a last line is taken off before the next one writes.
+
+Every event has `t` (unix seconds), `event`, and where it applies `worker`, `pid`, `step`:
+
+    run_started{config,changed}            coordinator_started{pid,address}
+    coordinator_exited{pid,exit_code|signal}
+    worker_started{worker,pid,incarnation} incarnation: counted from 0 by the supervisor
+    worker_exited{worker,pid,exit_code|signal,reason}
+    worker_fenced{worker}                  view_changed{workers,step}: a new set is training
+    state_synced{worker,donor,step,bytes,seconds,digest}
+    step_aborted{step,failed}              evaluated{step,metrics,seconds}
+    checkpoint_saved{step,seconds,tier}    checkpoint_skipped{step,why}
+    checkpoint_restored{step,tier}         save_failed{step,error}
+    digest_agreed{step,workers,digest}     every worker that reported the step has these bits
+    hang_detected{worker,phase,seconds}    stop_requested{signal}
+    run_finished{step,exit_code,reason}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+EVENTS_FILE = "events.jsonl"
+METRICS_FILE = "metrics.jsonl"
+
+
+class LineFile:
+    """An append-only file of JSON lines."""
+
+    def __init__(self, path: str):
+        self.path = path
+        _drop_torn_line(path)
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Writes one line, whole."""
+        data = (json.dumps(row, ensure_ascii=False) + "\n").encode()
+        while data:
+            data = data[os.write(self._fd, data):]
+
+
+class EventLog(LineFile):
+    """`events.jsonl` of a run."""
+
+    def __init__(self, run_dir: str):
+        super().__init__(os.path.join(run_dir, EVENTS_FILE))
+
+    def __call__(self, event: str, **fields: Any) -> None:
+        """Writes one event."""
+        self.append({"t": time.time(), "event": event, **fields})
+
+
+def read_lines(path: str) -> Iterator[dict[str, Any]]:
+    """The rows of a record file, oldest first; a last line still being written is left out."""
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as file:
+            for line in file:
+                if line.endswith("\n"):
+                    yield json.loads(line)
+
+
+def _drop_torn_line(path: str) -> None:
+    """Cuts a file back to its last newline."""
+    if not os.path.exists(path):
+        return
+    with open(path, "rb+") as file:
+        data = file.read()
+        if data and not data.endswith(b"\n"):
+            file.truncate(data.rfind(b"\n") + 1)

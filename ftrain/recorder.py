@@ -1,0 +1,137 @@
+"""What workers report, as the run's records: each commit once, each fact once, replicas compared.
+
+Every member of a view reports every commit, so that a line survives the death of the worker that
+computed it. The recorder writes the first and holds the others against it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ftrain.events import METRICS_FILE, EventLog, LineFile, read_lines
+
+Record = dict[str, Any]
+
+
+class Recorder:
+    """Turns records of workers into lines of `metrics.jsonl` and `events.jsonl`.
+
+    Args:
+      run_dir: the run's folder.
+      log: its event log.
+      tell: called as tell(kind, fields) with each fact that is new, for the screen.
+    """
+
+    def __init__(self, run_dir: str, log: EventLog, tell: Callable[[str, Record], None]):
+        self._metrics = LineFile(os.path.join(run_dir, METRICS_FILE))
+        self._log, self._tell = log, tell
+        self.step = max((row["step"] for row in read_lines(self._metrics.path)), default=0)
+        self.highest = self.step  # over all lineages
+        self.committed = False  # whether this supervisor has seen a commit
+        self.aborts_in_place = 0  # failed attempts at one step with nobody dead
+        self.replicas_differ = ""  # what, once they do
+        self._lineage = (0, 0)
+        self._held: Record | None = None  # a line that waits for its evaluation
+        self._seen: set[tuple[Any, ...]] = set()
+        self._digests: dict[int, dict[int, str]] = {}  # step -> worker -> digest
+
+    def take(self, worker: int, record: Record, generation: int = 0) -> None:
+        """Takes in a record. `generation` counts coordinators: each begins lineages anew."""
+        kind = record.pop("record")
+        handler = getattr(self, f"_on_{kind}", None)
+        if handler is not None:
+            handler(worker, record, generation)
+        else:
+            self._tell(kind, {"worker": worker, **record})
+
+    def close(self) -> None:
+        """Writes what was held back."""
+        self._write_held({})
+
+    def _on_commit(self, worker: int, record: Record, generation: int) -> None:
+        lineage = (generation, record.pop("lineage"))
+        if lineage < self._lineage:
+            return  # from a history that was given up, read late from a dead worker's pipe
+        step = record["step"]
+        digest = record["metrics"].pop("digest", None)
+        if digest:
+            self._compare(worker, step, digest, record["workers"])
+        if lineage == self._lineage and step <= self.step:
+            return
+        rewound = step <= self.highest
+        self._lineage, self.step, self.highest = lineage, step, max(step, self.highest)
+        self.committed, self.aborts_in_place = True, 0
+        metrics = record.pop("metrics")
+        eval_due = record.pop("eval_due")
+        line = {"t": record["t"], "step": step, "loss": metrics.pop("loss"),
+                **{k: record[k] for k in ("samples", "workers", "step_time_s")}, **metrics}
+        if digest:
+            line["digest"] = digest
+        if rewound:
+            line["rewound"] = True  # this line takes the place of an earlier one
+        self._write_held({})
+        self._held = line
+        if not eval_due:
+            self._write_held({})
+        self._tell("commit", line)
+
+    def _write_held(self, evaluated: dict[str, float]) -> None:
+        if self._held is not None:
+            self._metrics.append(
+                {**self._held, **{f"eval_{k}": v for k, v in evaluated.items()}})
+            self._held = None
+
+    def _compare(self, worker: int, step: int, digest: str, workers: Sequence[int]) -> None:
+        """Holds the digests of a step against one another."""
+        seen = self._digests.setdefault(step, {})
+        seen[worker] = digest
+        if len(set(seen.values())) > 1:
+            self.replicas_differ = f"step {step}: " + ", ".join(
+                f"worker {w} has {d[:16]}" for w, d in sorted(seen.items()))
+        elif set(seen) >= set(workers):
+            self._log("digest_agreed", step=step, workers=sorted(seen), digest=digest)
+            for old in [s for s in self._digests if s <= step]:
+                del self._digests[old]
+
+    def _on_evaluated(self, worker: int, record: Record, generation: int) -> None:
+        if self._first("evaluated", generation, self._lineage, record["step"]):
+            if self._held is not None and self._held["step"] == record["step"]:
+                self._write_held(record["metrics"])
+            self._event("evaluated", record, "step", "metrics", "seconds")
+
+    def _on_view_changed(self, worker: int, record: Record, generation: int) -> None:
+        if self._first("view", record["view"]):
+            self._event("view_changed", record, "workers", "step")
+
+    def _on_step_aborted(self, worker: int, record: Record, generation: int) -> None:
+        if self._first("aborted", record["view"]):
+            self.aborts_in_place = 0 if record["failed"] else self.aborts_in_place + 1
+            self._event("step_aborted", record, "step", "failed")
+
+    def _on_state_synced(self, worker: int, record: Record, generation: int) -> None:
+        self._event("state_synced", {"worker": worker, **record},
+                    "worker", "donor", "step", "bytes", "seconds", "digest")
+
+    def _on_checkpoint_saved(self, worker: int, record: Record, generation: int) -> None:
+        self._event("checkpoint_saved", record, "step", "seconds", "tier")
+
+    def _on_checkpoint_restored(self, worker: int, record: Record, generation: int) -> None:
+        self._event("checkpoint_restored", record, "step", "tier")
+
+    def _on_checkpoint_skipped(self, worker: int, record: Record, generation: int) -> None:
+        self._event("checkpoint_skipped", record, "step", "why")
+
+    def _on_save_failed(self, worker: int, record: Record, generation: int) -> None:
+        self._event("save_failed", record, "step", "error")
+
+    def _first(self, *what: Any) -> bool:
+        new = what not in self._seen
+        self._seen.add(what)
+        return new
+
+    def _event(self, name: str, record: Record, *fields: str) -> None:
+        chosen = {k: record[k] for k in fields}
+        self._log(name, **chosen)
+        self._tell(name, {**chosen, "t": record["t"]})

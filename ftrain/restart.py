@@ -1,0 +1,69 @@
+"""When a failed worker is started again, and when that is given up. Pure: no clock, no process."""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING
+
+from ftrain.errors import RestartLimitError
+
+if TYPE_CHECKING:
+    from ftrain.config import Restart
+
+ATTEMPTS_IN_PLACE = 10  # failed attempts at one step with nobody dead: a crash loop
+
+
+class RestartBudget:
+    """Counts the failures of each worker in a row; commits of its own end the row."""
+
+    def __init__(self, rules: Restart):
+        self._rules = rules
+        self._failures: collections.Counter[int] = collections.Counter()
+
+    def delay_after_failure(self, worker: int, commits: int, cause: str) -> float:
+        """Seconds until `worker` may be started again; its first restart is at once.
+
+        Args:
+          worker: which one failed.
+          commits: how many steps it had committed since it was started.
+          cause: what it died of, for the message.
+
+        Raises:
+          RestartLimitError: it has failed too often in a row.
+        """
+        if commits >= self._rules.renew_after_steps:
+            self._failures[worker] = 0
+        self._failures[worker] += 1
+        failures = self._failures[worker]
+        if failures > self._rules.max_failures:
+            raise RestartLimitError(worker, failures, self._rules.max_failures, cause)
+        if failures == 1:
+            return 0.0
+        return min(self._rules.backoff_s * 2 ** (failures - 2), self._rules.backoff_max_s)
+
+
+class LocalErrors:
+    """Tells a worker's bad luck from a crash loop of the user's code (rule R3)."""
+
+    def __init__(self, workers: int):
+        self._workers = workers
+        self._first: dict[str, str] = {}  # error -> first traceback
+        self._steps: dict[str, set[int]] = collections.defaultdict(set)
+        self._on: dict[str, set[int]] = collections.defaultdict(set)
+
+    def crash_loop(self, worker: int, step: int, error: str, traceback: str) -> str | None:
+        """Why the run must stop, with the first traceback last; None if the worker may try again.
+
+        It must if the same error comes again at the same step, or has come on every worker.
+        """
+        self._first.setdefault(error, traceback or error)
+        again = step in self._steps[error]
+        self._steps[error].add(step)
+        self._on[error].add(worker)
+        if again:
+            why = f"the same error came again at step {step}"
+        elif self._workers > 1 and len(self._on[error]) == self._workers:
+            why = f"the same error came on all {self._workers} workers"
+        else:
+            return None
+        return f"{why}; the first was\n{self._first[error]}"

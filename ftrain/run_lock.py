@@ -1,0 +1,55 @@
+"""One supervisor a run directory: a lock that dies with its holders, so a stale one is not in the way."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+
+from ftrain.errors import RunInUseError
+
+REMAINS_S = 15.0  # how long the remains of a killed supervisor may take to go
+
+
+class RunLock:
+    """Holds `run_dir/lock`. The coordinator inherits it: it ends a dead supervisor's workers first.
+
+    Raises:
+      RunInUseError: a live supervisor holds it.
+    """
+
+    def __init__(self, run_dir: str):
+        self._fd = os.open(os.path.join(run_dir, "lock"), os.O_RDWR | os.O_CREAT, 0o644)
+        deadline = time.monotonic() + REMAINS_S
+        while not self._try():
+            holder = self._holder()
+            # Held, and the supervisor that took it is dead: its coordinator is cleaning up.
+            if holder is None or _is_alive(holder) or time.monotonic() > deadline:
+                os.close(self._fd)
+                raise RunInUseError(run_dir, holder)
+            time.sleep(0.05)
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def _try(self) -> bool:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _holder(self) -> int | None:
+        text = os.pread(self._fd, 32, 0).strip()
+        return int(text) if text.isdigit() else None
+
+    def fileno(self) -> int:
+        """The descriptor for the coordinator to inherit."""
+        return self._fd
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,183 @@
+"""The run as its user wants to hear it: one line for each thing that happened, and why."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from typing import TYPE_CHECKING, Any
+
+from ftrain.errors import EXIT_OK, EXIT_TRY_AGAIN
+
+if TYPE_CHECKING:
+    from ftrain.beat import Reading
+    from ftrain.config import Config
+    from ftrain.processes import Exit
+    from ftrain.screen import Screen
+    from ftrain.slots import Slot
+
+RATE_WINDOW_S = 10.0
+
+
+@dataclasses.dataclass
+class _Death:
+    worker: int
+    pid: int
+    cause: str
+    phase: str
+    t: float
+    told: bool = False
+
+
+class Story:
+    """Turns facts into lines. It is told everything and keeps what it needs for the next sentence."""
+
+    def __init__(self, screen: Screen, config: Config):
+        self._screen, self._config = screen, config
+        self._deaths: dict[int, _Death] = {}
+        self._commits: collections.deque[tuple[float, int]] = collections.deque()
+        self._loss = float("nan")
+        self._last_commit_t: float | None = None
+        self._saved: int | None = None
+        self._begun = self._seen_all = False
+        self._evaluated: dict[str, float] = {}
+
+    # What happens to processes.
+
+    def worker_started(self, slot: Slot) -> None:
+        """A process was started."""
+        if slot.incarnation == 0 and slot.worker == 0:
+            n = self._config.cluster.workers
+            self._screen.line(f"starting {n} worker{'s' * (n > 1)}; logs in "
+                              f"{self._config.run_dir}/logs")
+
+    def worker_died(self, slot: Slot, pid: int, cause: str, reading: Reading | None) -> None:
+        """A process ended that should not have. Told with the next commit, which shows its cost."""
+        if slot.hung.startswith("the coordinator"):
+            return
+        phase = reading.phase if reading is not None else "start"
+        death = _Death(slot.worker, pid, cause, phase, time.time())
+        self._deaths[slot.worker] = death
+        if not slot.going or not self._begun:
+            death.told = True
+            self._screen.line(f"worker {slot.worker} (pid {pid}) ended while starting: {cause}")
+
+    def restart_in(self, slot: Slot, delay_s: float) -> None:
+        """When a failed worker will be back."""
+        if delay_s > 0:
+            self._screen.line(f"worker {slot.worker} failed again; starting it in {delay_s:.1f} s")
+
+    def coordinator_died(self, ended: Exit) -> None:
+        """All workers come back from a checkpoint."""
+        saved = "the start" if self._saved is None else f"the checkpoint of step {self._saved}"
+        self._screen.line(f"the coordinator died of {ended.signal or f'exit {ended.exit_code}'}; "
+                          f"starting everything again from {saved}")
+        self._deaths.clear()
+
+    # What workers report.
+
+    def fact(self, kind: str, fields: dict[str, Any]) -> None:
+        """A new fact from the recorder."""
+        teller = getattr(self, f"_tell_{kind}", None)
+        if teller is not None:
+            teller(fields)
+
+    def _tell_commit(self, line: dict[str, Any]) -> None:
+        self._loss = line["loss"]
+        self._commits.append((line["t"], line["step"]))
+        self._last_commit_t = line["t"]
+        while self._commits[0][0] < line["t"] - RATE_WINDOW_S:
+            self._commits.popleft()
+        untold = [d for d in self._deaths.values() if not d.told]
+        if untold:
+            self._tell_deaths(untold, line)
+        if not self._begun:
+            self._begun = True
+            self._screen.line(f"training: step {line['step']}, workers "
+                              f"{_ids(line['workers'])}")
+
+    def _tell_deaths(self, deaths: list[_Death], line: dict[str, Any]) -> None:
+        for death in deaths:
+            death.told = True
+            delay = line["t"] - death.t
+            self._screen.line(
+                f"worker {death.worker} (pid {death.pid}) died of {death.cause} in the "
+                f"{death.phase} of step {line['step']}; {_ids(line['workers'], 'worker')} "
+                f"committed it {delay:.2f} s later")
+
+    def _tell_state_synced(self, fields: dict[str, Any]) -> None:
+        death = self._deaths.pop(fields["worker"], None)
+        after = f" after {fields['t'] - death.t:.1f} s" if death is not None else ""
+        if self._begun:
+            back = "is back" if death is not None else "has joined"
+            self._screen.line(
+                f"worker {fields['worker']} {back}{after}: {_size(fields['bytes'])} of state at step "
+                f"{fields['step']} from worker {fields['donor']} in {fields['seconds']:.2f} s")
+
+    def _tell_evaluated(self, fields: dict[str, Any]) -> None:
+        self._evaluated = fields["metrics"]
+        values = ", ".join(f"{k} {v:.4g}" for k, v in fields["metrics"].items())
+        self._screen.line(f"evaluation at step {fields['step']}: {values}")
+
+    def _tell_checkpoint_saved(self, fields: dict[str, Any]) -> None:
+        self._saved = fields["step"]
+
+    def _tell_checkpoint_restored(self, fields: dict[str, Any]) -> None:
+        self._screen.line(f"continuing from the checkpoint of step {fields['step']}")
+
+    def _tell_checkpoint_skipped(self, fields: dict[str, Any]) -> None:
+        self._screen.line(f"checkpoint {fields['step']} cannot be read and is passed over: "
+                          f"{fields['why']}")
+
+    def _tell_save_failed(self, fields: dict[str, Any]) -> None:
+        self._screen.line(f"the checkpoint of step {fields['step']} could not be written: "
+                          f"{fields['error']}")
+
+    # The moving line, and the last ones.
+
+    def tick(self, step: int, workers: list[int]) -> None:
+        """Updates the status line."""
+        if not self._commits:
+            return
+        steps = self._config.steps
+        parts = [f"step {step}/{steps}", f"loss {self._loss:.4g}"]
+        rate = self._steps_per_s()
+        if rate:
+            left = int((steps - step) / rate)
+            parts += [f"{rate * self._config.batch_size:,.0f} samples/s",
+                      f"{left // 60}:{left % 60:02d} left"]
+        parts.append(f"workers {_ids(workers)}")
+        if self._saved is not None:
+            parts.append(f"saved {self._saved}")
+        self._screen.status("  ".join(parts))
+
+    def _steps_per_s(self) -> float:
+        (t0, s0), (t1, s1) = self._commits[0], self._commits[-1]
+        return (s1 - s0) / (t1 - t0) if t1 > t0 else 0.0
+
+    def finished(self, code: int, reason: str) -> None:
+        """The last lines: what came of it, where it is, and the first cause if it failed."""
+        self._screen.status("")
+        self._screen.close()
+        folder = self._config.run_dir
+        if code == EXIT_OK:
+            self._screen.line(f"done: {reason}; checkpoint in {folder}/checkpoints/{self._saved}, "
+                              f"metrics in {folder}/metrics.jsonl")
+        elif code == EXIT_TRY_AGAIN:
+            saved = "nothing saved" if self._saved is None else f"saved step {self._saved}"
+            self._screen.line(f"stopped: {reason} ({saved}); the same command continues")
+        else:
+            self._screen.line(f"stopped with exit code {code}:\n{reason}")
+
+
+def _ids(workers: list[int], noun: str = "") -> str:
+    text = " ".join(map(str, workers))
+    return f"{noun}{'s' * (len(workers) > 1)} {text}" if noun else text
+
+
+def _size(size: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"

@@ -1,0 +1,403 @@
+"""The supervisor: starts the coordinator and the workers, watches, fences, restarts. Never jax.
+
+One thread, one loop over pipes, process ends, signals and a clock. A worker's process is replaced in
+one order only: killed, reaped, fenced, acknowledged, started (rule R9); `_on_worker_exit`,
+`_on_fenced` and `_start_due` are those steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ftrain import restart
+from ftrain.beat import Beat
+from ftrain.config import Config
+from ftrain.environment import one_worker, worker_environment
+from ftrain.errors import (
+    EXIT_GAVE_UP, EXIT_OK, EXIT_REFUSED, EXIT_TRY_AGAIN, RestartLimitError,
+)
+from ftrain.events import EventLog
+from ftrain.processes import Child
+from ftrain.recorder import Recorder
+from ftrain.run_lock import RunLock
+from ftrain.screen import Screen
+from ftrain.slots import Slot
+from ftrain.story import Story
+from ftrain.watchdog import find_hang
+from ftrain.worker_logs import Logs
+
+TICK_S = 0.1
+REFUSED_WAIT_S = 3.0  # for the other workers to say that they fail in the same way
+COORDINATOR_EXIT_S = 5.0  # for it to end by itself
+COORDINATOR = -1  # its id in the restart budget
+
+
+class Supervisor:
+    """One run of a config, from its first process to its exit code."""
+
+    def __init__(self, config: Config, *, base: str, platform: str, lock: RunLock, log: EventLog,
+                 screen: Screen):
+        self._config, self._base, self._platform = config, base, platform
+        self._lock, self._log, self._screen = lock, log, screen
+        self._env = worker_environment(config, platform, os.environ)
+        self._story = Story(screen, config)
+        self._recorder = Recorder(config.run_dir, log, self._on_fact)
+        self._logs = Logs(config.run_dir)
+        self._slots = [Slot(i) for i in range(config.cluster.workers)]
+        self._budget = restart.RestartBudget(config.restart)
+        self._local_errors = restart.LocalErrors(config.cluster.workers)
+        self._selector = selectors.DefaultSelector()
+        self._coordinator: Child | None = None
+        self._address = ""
+        self._generation = 0  # of coordinators
+        self._first_ready_at: float | None = None
+        self._refused_at: float | None = None
+        self._stop_signal = ""
+        self._stop_deadline = float("inf")
+        self._verdict: tuple[int, str] | None = None  # exit code and reason, once decided
+
+    def run(self) -> int:
+        """Runs to the end and returns the exit code."""
+        with self._signals():
+            self._start_coordinator()
+            while self._verdict is None:
+                for key, _ in self._selector.select(TICK_S):
+                    # An earlier one of this batch may have closed it.
+                    if self._selector.get_map().get(key.fd) is key:
+                        key.data()
+                self._tick()
+            self._shut_down()
+        code, reason = self._verdict
+        self._recorder.close()
+        self._log("run_finished", step=self._recorder.step, exit_code=code, reason=reason)
+        self._story.finished(code, reason)
+        return code
+
+    def _end(self, code: int, reason: str) -> None:
+        if self._verdict is None:
+            self._verdict = code, reason
+
+    # Signals.
+
+    @contextlib.contextmanager
+    def _signals(self) -> Any:
+        """Signals become a byte that wakes the loop; no handler runs anything of ours."""
+        ours, theirs = socket.socketpair()
+        for end in (ours, theirs):
+            end.setblocking(False)
+        caught = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        before = {n: signal.signal(n, lambda *_: None) for n in caught}
+        wakeup = signal.set_wakeup_fd(theirs.fileno())
+        self._selector.register(ours, selectors.EVENT_READ, lambda: self._on_signals(ours))
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(wakeup)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            self._selector.unregister(ours)
+            ours.close()
+            theirs.close()
+
+    def _on_signals(self, end: socket.socket) -> None:
+        for number in end.recv(64):
+            name = signal.Signals(number).name
+            self._log("stop_requested", signal=name)
+            if self._stop_signal:
+                self._end(EXIT_TRY_AGAIN, f"{name} again: stopped at once")
+                return
+            self._stop_signal = name
+            self._stop_deadline = time.monotonic() + max(1.0, self._config.grace_s - 2.0)
+            self._screen.line(f"{name}: stopping after this step; a second one stops at once")
+            self._pass_on_stop()
+
+    def _pass_on_stop(self) -> None:
+        """Those that take part stop together at one step and save; the others have nothing to save."""
+        for slot in self._slots:
+            slot.restart_at = None
+            if slot.child is not None and slot.going:
+                slot.child.send("stop")
+            elif slot.child is not None:
+                slot.child.kill()
+
+    # The coordinator.
+
+    def _start_coordinator(self) -> None:
+        workers, timeout_s = len(self._slots), self._config.cluster.heartbeat_timeout_s
+        argv = [sys.executable, "-m", "ftrain.coordinator", "{control}", str(workers),
+                self._platform, str(timeout_s)]
+        child = self._coordinator = Child(argv, self._env, records=False,
+                                          inherit=[self._lock.fileno()])
+        self._address = ""
+        self._listen(child, "stdout", self._on_coordinator_line)
+        self._listen(child, "stderr", self._logs.coordinator)
+        self._selector.register(child.pidfd, selectors.EVENT_READ, self._on_coordinator_exit)
+
+    def _on_coordinator_line(self, line: str) -> None:
+        match line.split():
+            case ["ready", address]:
+                self._address = address
+                self._log("coordinator_started", pid=self._coordinator.pid, address=address)
+                for slot in self._slots:
+                    slot.restart_at = time.monotonic()
+            case ["fenced", worker]:
+                self._on_fenced(self._slots[int(worker)])
+            case _:
+                self._logs.coordinator(line)
+
+    def _on_coordinator_exit(self) -> None:
+        """Without it no worker can go on: all come back, with state from the newest checkpoint."""
+        child, self._coordinator = self._coordinator, None
+        self._close_pipes(child)
+        self._selector.unregister(child.pidfd)
+        ended = child.reap()
+        self._log("coordinator_exited", pid=child.pid, **ended.fields())
+        self._story.coordinator_died(ended)
+        for slot in self._slots:
+            slot.fencing, slot.restart_at = False, None
+            if slot.child is not None:
+                slot.hung = "the coordinator's death"
+                slot.child.kill()
+        try:
+            self._budget.delay_after_failure(COORDINATOR, self._recorder.step, "the coordinator")
+        except RestartLimitError as error:
+            self._end(EXIT_GAVE_UP, str(error))
+
+    # Workers, in the order of their lives.
+
+    def _start_due(self) -> None:
+        """Starts every slot whose time has come, fenced as it is."""
+        now = time.monotonic()
+        for slot in self._slots:
+            if (slot.restart_at is not None and now >= slot.restart_at and slot.child is None
+                    and not slot.fencing and self._address):
+                self._start_worker(slot)
+
+    def _start_worker(self, slot: Slot) -> None:
+        slot.incarnation += 1
+        beat_fd = Beat.create(f"ftrain-beat-{slot.worker}")
+        env = one_worker(self._env, self._platform, slot.worker, slot.incarnation)
+        child = Child([sys.executable, "-m", "ftrain.worker", "{control}"], env, records=True,
+                      inherit=[beat_fd])
+        child.send(json.dumps({
+            "config": self._config.to_json(), "worker": slot.worker, "address": self._address,
+            "platform": self._platform, "base": self._base, "records_fd": child.records_fd,
+            "beat_fd": beat_fd, "parent": os.getpid()}))
+        slot.begin(child, beat_fd)
+        self._coordinator.send(f"group {child.pid}")
+        self._listen(child, "stdout", lambda line: self._on_output(slot, line))
+        self._listen(child, "stderr", lambda line: self._logs.worker(slot.worker, line))
+        self._listen(child, "records", lambda line: self._on_record(slot, line))
+        self._selector.register(child.pidfd, selectors.EVENT_READ,
+                                lambda: self._on_worker_exit(slot))
+        self._log("worker_started", worker=slot.worker, pid=child.pid,
+                  incarnation=slot.incarnation)
+        self._story.worker_started(slot)
+
+    def _on_output(self, slot: Slot, line: str) -> None:
+        self._logs.worker(slot.worker, line)
+        if slot.worker == min((s.worker for s in self._slots if s.child), default=slot.worker):
+            self._screen.line(f"[{slot.worker}] {line}")
+
+    def _on_record(self, slot: Slot, line: str) -> None:
+        record = json.loads(line)
+        match record["record"]:
+            case "ready":
+                slot.ready = True
+                self._first_ready_at = self._first_ready_at or time.monotonic()
+            case "left":
+                slot.left = record["reason"]
+            case "refused":
+                slot.refused = record
+            case "local_error":
+                slot.local_error = record
+            case kind:
+                slot.commits += kind == "commit"
+                self._recorder.take(slot.worker, record, self._generation)
+
+    def _on_fact(self, kind: str, fields: dict[str, Any]) -> None:
+        self._logs.supervisor(f"{kind} {json.dumps(fields)}")
+        self._story.fact(kind, fields)
+
+    def _let_go(self) -> None:
+        """Lets ready workers take part: at the start all together, later each at once."""
+        ready = [s for s in self._slots if s.ready]
+        waited = (self._first_ready_at is not None and time.monotonic() - self._first_ready_at
+                  > self._config.cluster.start_timeout_s)
+        all_here = len(ready) == len(self._slots)
+        if not (all_here or waited or any(s.going for s in self._slots)):
+            return
+        going = [s for s in ready if not s.going and s.child is not None]
+        for slot in going:
+            slot.going = True
+            slot.child.send(f"go {self._generation}-{going[0].incarnation}-{going[0].worker} "
+                            + " ".join(str(s.worker) for s in going))
+
+    def _on_worker_exit(self, slot: Slot) -> None:
+        """Its process has ended: reap it, have it fenced, and decide about its replacement."""
+        child, reading = slot.child, slot.reading()
+        self._close_pipes(child)  # reads what is left in them
+        self._selector.unregister(child.pidfd)
+        ended = child.reap()
+        slot.child = None
+        cause = "the end of the run" if slot.left is not None else slot.cause(ended)
+        self._log("worker_exited", worker=slot.worker, pid=child.pid, **ended.fields(),
+                  reason=cause)
+        if self._coordinator is not None:
+            slot.fencing = True
+            self._coordinator.send(f"group {child.pid} -")
+            self._coordinator.send(f"fence {slot.worker}")
+        if slot.left is None and self._verdict is None:
+            self._story.worker_died(slot, child.pid, cause, reading)
+            self._after_failure(slot, cause)
+
+    def _on_fenced(self, slot: Slot) -> None:
+        slot.fencing = False
+        self._log("worker_fenced", worker=slot.worker)
+
+    def _after_failure(self, slot: Slot, cause: str) -> None:
+        """Restarts it at once, or later, or gives up."""
+        if self._stop_signal or any(s.left is not None for s in self._slots):
+            return
+        if slot.refused is not None and not self._recorder.committed:
+            self._refused_at = self._refused_at or time.monotonic()
+            return
+        if slot.local_error is not None:
+            error = slot.local_error
+            loop = self._local_errors.crash_loop(slot.worker, error["step"], error["error"],
+                                                 error["traceback"])
+            if loop is not None:
+                self._end(EXIT_GAVE_UP, f"worker {slot.worker}: {loop}")
+                return
+        try:
+            delay_s = self._budget.delay_after_failure(slot.worker, slot.commits, cause)
+        except RestartLimitError as error:
+            self._end(EXIT_GAVE_UP, str(error))
+            return
+        slot.restart_at = time.monotonic() + delay_s
+        self._story.restart_in(slot, delay_s)
+
+    # The clock.
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        if self._coordinator is None and not any(s.child for s in self._slots):
+            if self._stop_signal:
+                self._end(EXIT_TRY_AGAIN, f"{self._stop_signal}")
+            else:
+                self._generation += 1
+                self._first_ready_at = None
+                self._start_coordinator()
+        self._start_due()
+        self._let_go()
+        self._watch(now)
+        self._judge(now)
+        self._story.tick(self._recorder.step, [s.worker for s in self._slots if s.going and s.child])
+
+    def _watch(self, now: float) -> None:
+        """Ends a worker that is stuck: at its start, or while the others wait for it."""
+        rules = self._config.cluster
+        for slot in self._slots:
+            reading = slot.reading()
+            if reading and reading.phase == "start" and not slot.hung:
+                seconds = now - slot.started_at
+                if seconds > rules.start_timeout_s:
+                    self._end_hung(slot, "start", seconds, "start_timeout_s")
+        readings = {s.worker: s.reading() for s in self._slots
+                    if s.child and s.going and not s.hung}
+        hang = find_hang({w: r for w, r in readings.items() if r}, now, rules.hang_timeout_s)
+        if hang is not None:
+            self._end_hung(self._slots[hang.worker], hang.phase, hang.seconds, "hang_timeout_s")
+
+    def _end_hung(self, slot: Slot, phase: str, seconds: float, rule: str) -> None:
+        self._log("hang_detected", worker=slot.worker, phase=phase, seconds=seconds)
+        limit = getattr(self._config.cluster, rule)
+        slot.hung = f"making no progress in {phase} for {seconds:.1f} s ({rule}={limit:g})"
+        slot.child.kill()
+
+    def _judge(self, now: float) -> None:
+        """Whether the run is over, and how."""
+        alive = [s for s in self._slots if s.child is not None]
+        reasons = [s.left for s in self._slots if s.left is not None]
+        if self._recorder.replicas_differ:
+            self._end(EXIT_GAVE_UP, f"replicas differ at {self._recorder.replicas_differ}")
+        if self._recorder.aborts_in_place >= restart.ATTEMPTS_IN_PLACE:
+            self._end(EXIT_GAVE_UP, f"step {self._recorder.step + 1} failed "
+                      f"{restart.ATTEMPTS_IN_PLACE} times with no worker dead; see logs/")
+        if self._refused_at is not None:
+            refused = [s for s in self._slots if s.refused is not None]
+            if len(refused) == len(self._slots) or now - self._refused_at > REFUSED_WAIT_S:
+                self._end(EXIT_REFUSED, self._refusal(refused))
+        if reasons and not alive:
+            self._end(*self._how_it_ended(reasons[0]))
+        if self._stop_signal and not alive and not reasons:
+            self._end(EXIT_TRY_AGAIN, f"{self._stop_signal}, nobody was there to save")
+        if now > self._stop_deadline:
+            self._end(EXIT_TRY_AGAIN, f"{self._stop_signal}, not saved within "
+                      f"grace_s={self._config.grace_s:g}")
+
+    def _refusal(self, refused: list[Slot]) -> str:
+        first = refused[0].refused
+        same = sum(s.refused["message"] == first["message"] for s in refused)
+        count = f"the same on {same} of {len(self._slots)} workers" if len(self._slots) > 1 else ""
+        return "\n".join(filter(None, [count, first["traceback"] or first["message"]]))
+
+    def _how_it_ended(self, reason: str) -> tuple[int, str]:
+        match reason:
+            case "target":
+                return EXIT_OK, f"step {self._recorder.step} is reached and saved"
+            case "stop":
+                return EXIT_TRY_AGAIN, f"{self._stop_signal or 'a request to stop'}, state saved"
+            case "below_min_workers":
+                return EXIT_TRY_AGAIN, "fewer than min_workers for below_min_timeout_s, state saved"
+            case _:
+                return EXIT_GAVE_UP, reason
+
+    # Ends and means.
+
+    def _listen(self, child: Child, name: str, take: Callable[[str], None]) -> None:
+        pipe = child.pipes[name]
+
+        def read() -> None:
+            lines, ended = pipe.lines()
+            for line in lines:
+                take(line)
+            if ended:
+                self._selector.unregister(pipe.fd)
+
+        pipe.take = take
+        self._selector.register(pipe.fd, selectors.EVENT_READ, read)
+
+    def _close_pipes(self, child: Child) -> None:
+        """Takes what a dead process left in its pipes, a last line without newline included."""
+        for pipe in child.pipes.values():
+            lines, _ = pipe.lines()
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(pipe.fd)
+            rest = pipe.close()
+            for line in [*lines, *([rest] if rest and pipe is not child.pipes.get("records")
+                                   else [])]:
+                pipe.take(line)
+
+    def _shut_down(self) -> None:
+        """Nothing is left running when this returns."""
+        for slot in self._slots:
+            if slot.child is not None:
+                slot.child.kill()
+                slot.hung = slot.hung or "the end of the run"
+                self._on_worker_exit(slot)
+        if self._coordinator is not None:
+            self._selector.unregister(self._coordinator.pidfd)
+            self._coordinator.close_control()
+            self._coordinator.wait(COORDINATOR_EXIT_S)
+            self._coordinator.reap(kill=True)
+            self._close_pipes(self._coordinator)
