@@ -136,7 +136,10 @@ def read_checkpoint(path: Path, worker: int = 0) -> tuple[dict[str, Any], list[n
 
     try:
         checkpointer = _checkpointer(worker)
-        names = list(checkpointer.metadata(path).item_metadata.tree)
+        metadata = checkpointer.metadata(path).item_metadata
+        if metadata is None:
+            raise ValueError("it has no metadata")
+        names = list(metadata.tree)
         tree = checkpointer.restore(path, args=ocp.args.PyTreeRestore(
             restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}))
         meta = json.loads(bytes(tree["meta"]))

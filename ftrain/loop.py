@@ -127,7 +127,7 @@ class StepLoop:
     def _abort(self, view: View) -> None:
         alive = self.members.answered()
         self.report("step_aborted", step=self.state.step + 1 if self.state else None,
-                    view=view.name, failed=[w for w in view.workers if w not in alive])
+                    view=self.members.name, failed=[w for w in view.workers if w not in alive])
         self.agreed = None
 
     def _commit(self, view: View, new: Outcome, seconds: float) -> None:
@@ -164,15 +164,16 @@ class StepLoop:
             if donor == self.members.me:
                 self._begin()
         if donor == self.members.me:
-            self.members.publish(view, "progress", self.progress)
+            self.members.publish("progress", self.progress)
         self._open_plane(view)
         self._sync(view, donor, [w for w in view.workers if 0 <= ahead[w] == ahead[donor]])
-        progress = Progress(*self.members.read(view, "progress"))
-        # A stop that one has committed is everybody's: none may train on while another leaves.
+        progress = Progress(*self.members.read("progress"))
+        # A stop that one has committed is everybody's, kept whatever becomes of this block: none may
+        # train on while another leaves.
         stopping = [Progress(*holds[w]["progress"]).stopping for w in view.workers]
         self.progress = progress._replace(
             stopping=progress.stopping or next(filter(None, stopping), ""))
-        self.report("view_changed", view=view.name, workers=view.workers, step=self.state.step,
+        self.report("view_changed", view=self.members.name, workers=view.workers, step=self.state.step,
                     lineage=self.progress.lineage, seconds=time.perf_counter() - started)
         return True
 

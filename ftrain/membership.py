@@ -7,6 +7,7 @@ barrier of one block is the entry barrier of the next.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -51,7 +52,7 @@ class View:
 
     @property
     def name(self) -> str:
-        """Names the view's barriers and keys; as unique as its incarnations (rule R4)."""
+        """Short for the incarnations."""
         return hashlib.sha256(repr(self.incarnations).encode()).hexdigest()[:16]
 
 
@@ -66,7 +67,8 @@ class Members:
         self._client = self._newest = None
         self._incarnation: int | None = None
         self._cutter: communicators.Cutter | None = None
-        self._views: list[str] = []  # names whose keys are still in the store, oldest first
+        self._uses: collections.Counter[View] = collections.Counter()
+        self._names: list[str] = []  # whose keys are still in the store, oldest first
 
     def join(self) -> None:
         """Registers under the worker's own id. The others wait for this worker from here on."""
@@ -115,23 +117,36 @@ class Members:
         try:
             yield
         except AttemptFailedError as error:
-            self._report("attempt_failed", reason=str(error))
-            self.cancel()
-            self._reregister()
+            self._fail(error)
         except BaseException as error:  # noqa: BLE001  not retried: reported, and the process ends
             self._local_error(error)
 
+    def _fail(self, error: AttemptFailedError) -> None:
+        try:
+            self._report("attempt_failed", reason=str(error))
+            self.cancel()
+            self._reregister()
+        except BaseException as second:  # noqa: BLE001  as above: nothing may reach the barrier
+            self._local_error(second)
+
     def _reregister(self) -> None:
+        """Takes a new incarnation, if the id is still this process's to take.
+
+        A process that outlived its replacement would take the id back with stale state, and pass
+        every later check (found by the protocol model: committed steps were lost).
+        """
+        found = self._client.get_live_nodes([self.me]).get(self.me)
+        if found != self._incarnation:
+            self._end(f"worker {self.me} is incarnation {found} now, not {self._incarnation}")
         # The newest is kept for its heartbeats; barriers and keys stay on the first. The one between
         # goes, and says nothing as it does (shutdown_on_destruction=False).
         self._newest = self._runtime.connect_member()
-        self._incarnation = self._newest.get_live_nodes([self.me])[self.me]
+        self._incarnation = self._newest.get_live_nodes([self.me]).get(self.me)
 
     def cancel(self) -> None:
         """Ends every member's collective of this view (CPU; on GPU the new incarnation does)."""
         if self._cutter is not None:
-            self._store.key_value_set(self._key(self._views[-1], "failed"), "1",
-                                      allow_overwrite=True)
+            self._store.key_value_set(self._key("failed"), "1", allow_overwrite=True)
 
     def settle(self, view: View, mine: dict[str, Any]) -> dict[int, dict[str, Any]]:
         """Meets the members of a new view, and learns what each of them holds (rules R4, R5).
@@ -139,6 +154,10 @@ class Members:
         The liveness barrier counts the arrival of a task that has since restarted: only who comes
         here is really there. What each holds is published under the view's own name before the
         meeting and read after it; a key that is overwritten could be read late.
+
+        The same incarnations can come back (a joiner came and died, and no attempt failed by it), so
+        keys and barrier carry the count of uses too; the members agree on it, since each has seen
+        every use (found by the protocol model: a stop that was published first was not seen).
 
         Args:
           view: a view that is not agreed on yet.
@@ -151,14 +170,19 @@ class Members:
           AttemptFailedError: not all came in time.
         """
         self._leave_view()
-        self._views.append(view.name)
+        self._uses[view] += 1
+        self._names.append(f"{view.name}.{self._uses[view]}")
         with _calls_that_fail("settle"):
-            self._store.key_value_set(self._key(view.name, f"holds/{self.me}"), json.dumps(mine))
-            if self.me == view.lowest:
-                self._clean(keep=2)
+            self._store.key_value_set(self._key(f"holds/{self.me}"), json.dumps(mine))
+            self._clean(view, keep=2)
             self._client.wait_at_barrier(
-                f"ftrain/settle/{view.name}", SETTLE_TIMEOUT_S * 1000, view.workers)
-            return self._read_ids(view.name, "holds", json.loads)
+                f"ftrain/settle/{self.name}", SETTLE_TIMEOUT_S * 1000, view.workers)
+            return self._read_ids(self._key("holds"))
+
+    @property
+    def name(self) -> str:
+        """Names the use of a view that was settled last: its barrier, keys and records."""
+        return self._names[-1] if self._names else ""
 
     def open_devices(self, view: View) -> list[jax.Device]:
         """Fresh devices for the collectives of a settled view, in the order of `view.workers`."""
@@ -169,33 +193,32 @@ class Members:
             devices = self._runtime.new_view_devices()
         own = communicators.listening_ports() - before
         with _calls_that_fail("publishing the view's ports"):
-            self._store.key_value_set(self._key(view.name, f"ports/{self.me}"),
-                                      json.dumps(sorted(own)))
+            self._store.key_value_set(self._key(f"ports/{self.me}"), json.dumps(sorted(own)))
+        failed, ports = self._key("failed"), self._key("ports")
         self._cutter = communicators.Cutter(
-            lambda: self._wait_for_failure(view.name), lambda: self._ports(view.name), own)
+            lambda: self._wait_for_failure(failed), lambda: self._peer_ports(ports), own)
         return [d for d in devices if d.process_index in view.workers]
 
-    def publish(self, view: View, what: str, value: Any) -> None:
+    def publish(self, what: str, value: Any) -> None:
         """Sets a fact of the view, once, for all its members to `read` after a collective."""
         with _calls_that_fail(f"publishing {what}"):
-            self._store.key_value_set(self._key(view.name, what), json.dumps(value))
+            self._store.key_value_set(self._key(what), json.dumps(value))
 
-    def read(self, view: View, what: str) -> Any:
+    def read(self, what: str) -> Any:
         """What the donor published before the collective that has just ended."""
         with _calls_that_fail(f"reading {what}"):
             return json.loads(self._store.blocking_key_value_get(
-                self._key(view.name, what), SETTLE_TIMEOUT_S * 1000))
+                self._key(what), SETTLE_TIMEOUT_S * 1000))
 
-    def _wait_for_failure(self, name: str) -> None:
+    def _wait_for_failure(self, key: str) -> None:
         try:
             # Blocks in C++ without the interpreter's lock. A week: longer than any view matters.
-            self._store.blocking_key_value_get(self._key(name, "failed"), 7 * 24 * 3600 * 1000)
+            self._store.blocking_key_value_get(key, 7 * 24 * 3600 * 1000)
         except jax.errors.JaxRuntimeError as error:
             raise ConnectionError(str(error)) from error
 
-    def _ports(self, name: str) -> set[int]:
-        return {port for ports in self._read_ids(name, "ports", json.loads).values()
-                for port in ports}
+    def _peer_ports(self, key: str) -> set[int]:
+        return {port for ports in self._read_ids(key).values() for port in ports}
 
     def _leave_view(self) -> None:
         """The last view is over; its listener, waiting in the service, is let go by its own key."""
@@ -204,20 +227,23 @@ class Members:
             self.cancel()
             self._cutter = None
 
-    def _clean(self, keep: int) -> None:
-        """Deletes the keys of old views and of gloo's old groups. The newest may still be read."""
-        for name in self._views[:-keep]:
+    def _clean(self, view: View, keep: int) -> None:
+        """Deletes the keys of old views and of gloo's old groups. The newest may still be read.
+
+        Each member deletes what it knows of: whoever is the lowest may have come only now.
+        """
+        for name in self._names[:-keep]:
             self._store.key_value_delete(f"ftrain/view/{name}/")
-        self._store.key_value_delete(GLOO_PREFIX)
-        del self._views[:-keep]
+        del self._names[:-keep]
+        if self.me == view.lowest:  # before the settle, so that nobody has begun a new group
+            self._store.key_value_delete(GLOO_PREFIX)
 
-    @staticmethod
-    def _key(view: str, what: str) -> str:
-        return f"ftrain/view/{view}/{what}"
+    def _key(self, what: str) -> str:
+        return f"ftrain/view/{self.name}/{what}"
 
-    def _read_ids(self, view: str, what: str, parse: Callable[[str], Any]) -> dict[int, Any]:
-        rows = self._store.key_value_dir_get(self._key(view, what) + "/")
-        return {int(key.rsplit("/", 1)[1]): parse(value) for key, value in rows}
+    def _read_ids(self, key: str) -> dict[int, Any]:
+        rows = self._store.key_value_dir_get(key + "/")
+        return {int(name.rsplit("/", 1)[1]): json.loads(value) for name, value in rows}
 
     # The run's own keys, outlasting views.
 

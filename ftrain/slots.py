@@ -49,9 +49,9 @@ class Slot:
         if self.hung:
             return self.hung
         if self.local_error is not None:
-            return f"an error of its own: {self.local_error['error']}"
+            return self.local_error["error"]
         if self.refused is not None:
-            return f"its trainer or data: {self.refused['message']}"
+            return self.refused["message"]
         if ended.signal is not None:
             return ended.signal
         known = {WORKER_REFUSED: "its trainer or data", WORKER_LOCAL_ERROR: "an error of its own",

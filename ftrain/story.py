@@ -58,7 +58,9 @@ class Story:
         phase = reading.phase if reading is not None else "start"
         death = _Death(slot.worker, pid, cause, phase, time.time())
         self._deaths[slot.worker] = death
-        if not slot.going or not self._begun:
+        if slot.refused is not None and not self._begun:
+            death.told = True  # the run ends with that, told once for all workers
+        elif not slot.going or not self._begun:
             death.told = True
             self._screen.line(f"worker {slot.worker} (pid {pid}) ended while starting: {cause}")
 
@@ -101,9 +103,9 @@ class Story:
             death.told = True
             delay = line["t"] - death.t
             self._screen.line(
-                f"worker {death.worker} (pid {death.pid}) died of {death.cause} in the "
-                f"{death.phase} of step {line['step']}; {_ids(line['workers'], 'worker')} "
-                f"committed it {delay:.2f} s later")
+                f"worker {death.worker} (pid {death.pid}) died of {death.cause} (in {death.phase}); "
+                f"{_ids(line['workers'], 'worker')} went on with step {line['step']} after "
+                f"{delay:.2f} s")
 
     def _tell_state_synced(self, fields: dict[str, Any]) -> None:
         death = self._deaths.pop(fields["worker"], None)

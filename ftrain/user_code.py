@@ -14,6 +14,10 @@ from typing import Any
 
 from ftrain.errors import ConfigError, TrainerError
 
+JAX_NOTE = "--------------------\nFor simplicity, JAX has removed"  # ends every traceback through jit
+NOT_USERS = (os.path.dirname(os.path.abspath(__file__)) + os.sep, os.path.dirname(os.__file__),
+             "<frozen")
+
 
 def find_base(trainer: str, config_path: str) -> str:
     """The folder that `trainer` is relative to: the current one, the config's, or one above it.
@@ -94,17 +98,21 @@ def _module(name: str, base: str) -> Any:
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback as the user wants it: from the first frame that is not ftrain's own.
+    """The traceback as the user wants it: from the first frame in the user's own files on.
 
     The whole of it if no frame is the user's.
     """
-    own = os.path.dirname(os.path.abspath(__file__))
     frames = traceback.extract_tb(error.__traceback__)
-    first = next((i for i, f in enumerate(frames)
-                  if not f.filename.startswith((own, "<frozen"))), 0)
-    lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames[first:]),
-             *traceback.format_exception_only(error)]
-    if error.__cause__ is not None:
-        cause = user_traceback(error.__cause__)
-        lines.insert(0, cause + "\nThe above exception was the direct cause of the following:\n\n")
-    return "".join(lines).rstrip()
+    first = next((i for i, f in enumerate(frames) if _is_users(f.filename)), 0)
+    ending = "".join(traceback.format_exception_only(error)).split(JAX_NOTE)[0]
+    text = "".join(["Traceback (most recent call last):\n",
+                    *traceback.format_list(frames[first:]), ending]).rstrip()
+    if error.__cause__ is None or type(error.__cause__).__module__.startswith("jax"):
+        return text
+    return (f"{user_traceback(error.__cause__)}\n\nThe above exception was the direct cause of the "
+            f"following exception:\n\n{text}")
+
+
+def _is_users(filename: str) -> bool:
+    """Whether a frame is neither ftrain's, nor Python's, nor an installed package's."""
+    return not filename.startswith(NOT_USERS) and "site-packages" not in filename

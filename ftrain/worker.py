@@ -20,7 +20,8 @@ from typing import Any, NoReturn
 from ftrain.beat import Beat
 from ftrain.config import Config
 from ftrain.errors import (
-    WORKER_LOCAL_ERROR, WORKER_REFUSED, DatasetError, FtrainError, TrainerError,
+    WORKER_LOCAL_ERROR, WORKER_REFUSED, CheckpointUnreadableError, DatasetError, FtrainError,
+    StateMismatchError, TrainerError,
 )
 from ftrain.user_code import load_trainer, user_traceback
 
@@ -140,6 +141,8 @@ def refuse(report: Callable[..., None], message: str, traceback: str) -> NoRetur
 
 def local_error(report: Callable[..., None], beat: Beat, error: BaseException) -> NoReturn:
     """This worker's own error in the run: reported, and the process ends before any barrier (R3)."""
+    if isinstance(error, StateMismatchError | CheckpointUnreadableError):
+        refuse(report, str(error), "")  # another try would find the same
     reading = beat.read()
     traceback = "" if isinstance(error, FtrainError) else user_traceback(error)
     report("local_error", step=reading.step + 1, phase=reading.phase, traceback=traceback,

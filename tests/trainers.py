@@ -1,0 +1,179 @@
+"""Trainers that tests run: each small, and each with one thing that goes on or goes wrong."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import ftrain
+
+
+class Numbers:
+    """96 numbers; a batch takes `pause_s` to read, so that steps have a pace on any machine."""
+
+    def __init__(self, pause_s: float = 0.0):
+        self.pause_s = pause_s
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, i: int) -> dict:
+        return {"x": np.float32(i)}
+
+    def batch_at(self, indices: np.ndarray) -> dict:
+        time.sleep(self.pause_s)
+        return {"x": indices.astype(np.float32) / 96}
+
+
+class Paced(ftrain.Trainer):
+    """The mean of numbers, with momentum, a counter and a random walk in the model state."""
+
+    def __init__(self, *, pause_s: float = 0.0):
+        self.pause_s = pause_s
+
+    def dataset(self):
+        return Numbers(self.pause_s)
+
+    def eval_dataset(self):
+        return {"x": np.arange(100, dtype=np.float32) / 96}
+
+    def init_params(self, key):
+        return ftrain.Init({"w": jax.random.normal(key, (8,))},
+                           {"count": jnp.int32(0), "walk": jnp.zeros(3), "still": jnp.float32(0.1)})
+
+    def loss(self, params, batch, key, model_state):
+        noise = 0.01 * jax.random.normal(key, batch["x"].shape)
+        value = jnp.mean((params["w"].sum() - batch["x"] + noise) ** 2)
+        state = {**model_state, "count": model_state["count"] + 1,
+                 "walk": model_state["walk"] + jax.random.normal(key, (3,))}
+        return ftrain.Loss(value, {"bias": jnp.mean(batch["x"])}, model_state=state)
+
+    def optimizer(self):
+        return optax.sgd(0.01, momentum=0.9)
+
+    def evaluate(self, state, batch):
+        return {"error": jnp.mean((state.params["w"].sum() - batch["x"]) ** 2),
+                "mean": jnp.mean(batch["x"])}
+
+
+def mine(worker: int) -> bool:
+    """Whether this is the first incarnation of that worker."""
+    return (os.environ["FTRAIN_WORKER_ID"], os.environ["FTRAIN_INCARNATION"]) == (str(worker), "0")
+
+
+class FailsInData(Paced):
+    """Worker 1's first process fails to read at its tenth batch."""
+
+    def dataset(self):
+        numbers = Numbers(self.pause_s)
+        read = numbers.batch_at
+        calls = iter(range(10**9))
+
+        def batch_at(indices):
+            if mine(1) and next(calls) >= 10:
+                raise OSError("the disk of worker 1 is gone")
+            return read(indices)
+
+        numbers.batch_at = batch_at
+        return numbers
+
+
+class FailsEverywhere(Paced):
+    """Sample 50 cannot be read by anybody."""
+
+    def dataset(self):
+        numbers = Numbers(self.pause_s)
+        read = numbers.batch_at
+
+        def batch_at(indices):
+            if 50 in indices:
+                raise RuntimeError("record 50 is bad")
+            return read(indices)
+
+        numbers.batch_at = batch_at
+        return numbers
+
+
+class FailsInHook(Paced):
+    """The hook after step 5 fails in worker 0's first process."""
+
+    def after_commit(self, step, metrics, state):
+        print(f"hook after step {step}: {int(state.step)} {int(state.cursor)}")
+        if step == 5 and mine(0):
+            raise RuntimeError("the hook is broken")
+
+
+class SpinsInC(Paced):
+    """After step 5 the lowest worker's first process spins in C and never lets the lock go."""
+
+    def after_commit(self, step, metrics, state):
+        if step == 5 and mine(0):
+            ctypes.PyDLL(None).pause()  # PyDLL keeps the interpreter's lock; pause() waits for ever
+
+
+class Forks(Paced):
+    """Each worker starts a process of its own that outlives anything but a kill."""
+
+    def dataset(self):
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        print(f"forked {child.pid}")
+        return super().dataset()
+
+
+class Talks(Paced):
+    """Prints what logs must take: long lines, bytes that are no text, a last line without end."""
+
+    def after_commit(self, step, metrics, state):
+        if step == 5 and mine(0):
+            for i in range(200):
+                print(f"line {i:03d} " + "x" * 200)
+            sys.stdout.flush()
+            os.write(sys.stdout.fileno(), b"\xff\xfe not text\nthe last words")
+            os.kill(os.getpid(), 9)
+
+
+class RaisesInDataset(Paced):
+    """Its data set cannot be opened."""
+
+    def dataset(self):
+        raise ValueError("boom-\u00e9")
+
+
+class Empty(Paced):
+    """A data set without samples."""
+
+    def dataset(self):
+        return {"x": np.zeros(0, np.float32)}
+
+
+class TouchesDevice(Paced):
+    """Opens a JAX device too early."""
+
+    def dataset(self):
+        return {"x": jnp.arange(96.0)}
+
+
+class BadLoss(Paced):
+    """Its loss cannot be traced."""
+
+    def loss(self, params, batch, key, model_state):
+        return params["no such thing"]
+
+
+class IntegerParams(Paced):
+    """Breaks a rule of the API."""
+
+    def init_params(self, key):
+        return {"w": jnp.zeros((), jnp.int32)}
+
+
+class NotATrainer:
+    """Of the wrong kind."""
