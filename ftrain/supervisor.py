@@ -61,6 +61,7 @@ class Supervisor:
         self._generation = 0  # of coordinators
         self._first_ready_at: float | None = None
         self._refused_at: float | None = None
+        self._hang_ended_at = 0.0
         self._stop_signal = ""
         self._stop_deadline = float("inf")
         self._verdict: tuple[int, str] | None = None  # exit code and reason, once decided
@@ -157,6 +158,7 @@ class Supervisor:
     def _on_coordinator_exit(self) -> None:
         """Without it no worker can go on: all come back, with state from the newest checkpoint."""
         child, self._coordinator = self._coordinator, None
+        self._address = ""
         self._close_pipes(child)
         self._selector.unregister(child.pidfd)
         ended = child.reap()
@@ -205,7 +207,8 @@ class Supervisor:
 
     def _on_output(self, slot: Slot, line: str) -> None:
         self._logs.worker(slot.worker, line)
-        if slot.worker == min((s.worker for s in self._slots if s.child), default=slot.worker):
+        going = [s.worker for s in self._slots if s.child is not None and s.going]
+        if slot.worker == min(going or [s.worker for s in self._slots if s.child is not None]):
             self._screen.line(f"[{slot.worker}] {line}")
 
     def _on_record(self, slot: Slot, line: str) -> None:
@@ -268,6 +271,8 @@ class Supervisor:
         """Restarts it at once, or later, or gives up."""
         if self._stop_signal or any(s.left is not None for s in self._slots):
             return
+        if self._coordinator is None:
+            return  # all start again together, with the next one
         if slot.refused is not None and not self._recorder.committed:
             self._refused_at = self._refused_at or time.monotonic()
             return
@@ -314,8 +319,11 @@ class Supervisor:
                     self._end_hung(slot, "start", seconds, "start_timeout_s")
         readings = {s.worker: s.reading() for s in self._slots
                     if s.child and s.going and not s.hung}
-        hang = find_hang({w: r for w, r in readings.items() if r}, now, rules.hang_timeout_s)
+        # After one is ended the others get their time anew: they may have waited only for it.
+        hang = find_hang({w: r._replace(since=max(r.since, self._hang_ended_at))
+                          for w, r in readings.items() if r}, now, rules.hang_timeout_s)
         if hang is not None:
+            self._hang_ended_at = now
             self._end_hung(self._slots[hang.worker], hang.phase, hang.seconds, "hang_timeout_s")
 
     def _end_hung(self, slot: Slot, phase: str, seconds: float, rule: str) -> None:

@@ -1,0 +1,113 @@
+"""SIGKILL of workers, at training, of any of them, one or several at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.checks import (
+    check_deaths_explained,
+    check_each_step_once,
+    check_nothing_left,
+    check_replicas_agree,
+)
+from tests.runs import running
+
+
+def test_killed_workers_cost_no_committed_step_and_come_back(tmp_path):
+    """Worker 0, then 2, then 1 and 3 at one instant: exit 0, every step once, no restore."""
+    with running("tests/paced.yaml", tmp_path / "run", "steps=900") as run:
+        run.wait_for_step(20)
+        for workers in ([0], [2], [1, 3]):
+            seen = len(run.events())
+            t = run.kill(*workers)
+            survivors = [w for w in range(4) if w not in workers]
+            run.wait_until("the survivors' next commit", lambda t=t, s=survivors: any(
+                m["t"] > t and m["workers"] == s for m in run.metrics()))
+            for worker in workers:
+                run.wait_back(worker, seen)
+        run.wait_until("all four training again", lambda: run.metrics()[-1]["workers"] == [0, 1, 2, 3])
+        assert run.finish() == 0
+        check_each_step_once(run, 900)
+        check_replicas_agree(run)
+        check_deaths_explained(run)
+        check_nothing_left(run)
+        assert run.events("checkpoint_restored") == []
+        assert {e["worker"] for e in run.events("state_synced") if e["step"] > 0} == {0, 1, 2, 3}
+        killed = [e for e in run.events("worker_exited") if e.get("signal") == "SIGKILL"]
+        assert sorted(e["worker"] for e in killed) == [0, 1, 2, 3]
+        for worker in range(4):
+            line = next(x for x in run.output.splitlines()
+                        if x.startswith(f"worker {worker} (pid "))
+            assert "died of SIGKILL" in line and "went on with step" in line
+            assert f"worker {worker} is back after" in run.output
+
+
+def test_kills_do_not_change_what_is_learned(tmp_path):
+    """The loss of every step equals the failure-free run's, up to rounding."""
+    losses = []
+    for kill in (False, True):
+        with running("tests/paced.yaml", tmp_path / f"run{kill}", "steps=400") as run:
+            if kill:
+                run.wait_for_step(20)
+                run.kill(1)
+                run.wait_until("a commit of three", lambda: any(
+                    m["workers"] == [0, 2, 3] for m in run.metrics()))
+                run.wait_back(1, 10)
+            assert run.finish() == 0
+            losses.append([m["loss"] for m in run.metrics()])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3, abs=1e-6)
+
+
+def test_all_but_one_die_at_once(tmp_path):
+    """One worker is enough to go on with."""
+    with running("tests/paced.yaml", tmp_path / "run", "steps=700") as run:
+        run.wait_for_step(20)
+        seen = len(run.events())
+        run.kill(0, 1, 3)
+        run.wait_until("worker 2 alone", lambda: any(m["workers"] == [2] for m in run.metrics()))
+        for worker in (0, 1, 3):
+            run.wait_back(worker, seen)
+        assert run.finish() == 0
+        check_each_step_once(run, 700)
+        check_replicas_agree(run)
+        assert run.events("checkpoint_restored") == []
+
+
+def test_all_die_at_once_and_the_checkpoint_continues(tmp_path):
+    """When nobody is left the newest checkpoint is, and the records say what was done again."""
+    with running("tests/paced.yaml", tmp_path / "run", "steps=200",
+                 "checkpoint.every_steps=25") as run:
+        run.wait_for_event("checkpoint_saved", step=50)
+        run.kill(0, 1, 2, 3)
+        restored = run.wait_for_event("checkpoint_restored")
+        assert run.finish() == 0
+        assert restored["step"] >= 50
+        last = {m["step"]: m for m in run.metrics()}
+        assert sorted(last) == list(range(1, 201))
+        again = [m["step"] for m in run.metrics() if m.get("rewound")]
+        assert again == list(range(restored["step"] + 1, restored["step"] + 1 + len(again)))
+        check_nothing_left(run)
+
+
+def test_fewer_than_min_workers_wait_for_the_others(tmp_path):
+    """Below min_workers no step is committed; when the worker is back, training goes on."""
+    with running("tests/paced.yaml", tmp_path / "run", "steps=300", "cluster.min_workers=4") as run:
+        run.wait_for_step(20)
+        seen = len(run.events())
+        run.kill(3)
+        run.wait_back(3, seen)
+        assert run.finish() == 0
+        check_each_step_once(run, 300)
+        assert all(m["workers"] == [0, 1, 2, 3] for m in run.metrics())
+
+
+def test_below_min_workers_for_too_long_saves_and_exits_75(tmp_path):
+    """A worker that cannot come back in time: the state is saved, the same command continues."""
+    with running("tests/paced.yaml", tmp_path / "run", "steps=300", "cluster.min_workers=4",
+                 "cluster.below_min_timeout_s=0.2") as run:
+        run.wait_for_step(20)
+        run.kill(3)
+        assert run.finish(30) == 75
+        step = run.metrics()[-1]["step"]
+        assert run.events("checkpoint_saved")[-1]["step"] == step
+        check_nothing_left(run)

@@ -1,0 +1,107 @@
+"""Deaths of the coordinator and the supervisor, a worker that hangs, and what logs must take."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from tests.checks import check_each_step_once, check_nothing_left
+from tests.runs import is_alive, running
+
+
+def test_coordinator_death_restarts_all_from_the_newest_checkpoint(tmp_path):
+    """All workers come back with the saved state; nothing starts over silently."""
+    with running("tests/paced.yaml", tmp_path / "run", "steps=200",
+                 "checkpoint.every_steps=25") as run:
+        run.wait_for_event("checkpoint_saved", step=50)
+        os.kill(run.events("coordinator_started")[-1]["pid"], signal.SIGKILL)
+        restored = run.wait_for_event("checkpoint_restored")
+        assert restored["step"] >= 50
+        assert run.finish() == 0
+        assert sorted({m["step"] for m in run.metrics()}) == list(range(1, 201))
+        assert run.events("coordinator_exited")[0]["signal"] == "SIGKILL"
+        assert "the coordinator died of SIGKILL" in run.output
+        check_nothing_left(run)
+
+
+def test_supervisor_death_leaves_no_process_and_the_same_command_continues(tmp_path):
+    """After its SIGKILL, workers, coordinator and what user code forked are gone; a rerun works."""
+    sets = ["trainer=tests/trainers.py:Forks", "steps=200", "checkpoint.every_steps=20"]
+    with running("tests/paced.yaml", tmp_path / "run", *sets) as run:
+        run.wait_for_event("checkpoint_saved", step=20)
+        logs = [(run.run_dir / "logs" / f"worker-{w}.log").read_text() for w in range(4)]
+        forked = [int(log.split("forked ")[1].split()[0]) for log in logs]
+        assert all(is_alive(pid) for pid in forked)
+        run.process.kill()
+        run.process.wait()
+        end = time.monotonic() + 15
+        while (run.processes() or any(map(is_alive, forked))) and time.monotonic() < end:
+            time.sleep(0.02)
+        assert run.processes() == [] and not any(map(is_alive, forked))
+    with running("tests/paced.yaml", tmp_path / "run", *sets) as run:
+        assert run.finish() == 0
+        assert sorted({m["step"] for m in run.metrics()}) == list(range(1, 201))
+
+
+def test_rerun_right_after_the_supervisor_was_killed_waits_for_its_remains(tmp_path):
+    """A stale lock is not in the way, and two runs never share a run directory."""
+    with running("tests/paced.yaml", tmp_path / "run", "steps=150") as run:
+        run.wait_for_step(10)
+        run.process.kill()
+        run.process.wait()
+        with running("tests/paced.yaml", tmp_path / "run", "steps=150") as again:
+            assert again.finish() == 0
+            assert sorted({m["step"] for m in again.metrics()}) == list(range(1, 151))
+
+
+def test_stopped_worker_is_named_ended_and_replaced(tmp_path):
+    """SIGSTOP: within hang_timeout_s + 1 s the culprit is ended; the others go on."""
+    with running("tests/paced.yaml", tmp_path / "run", "steps=500",
+                 "cluster.hang_timeout_s=3") as run:
+        run.wait_for_step(20)
+        seen = len(run.events())
+        t = run.kill(2, number=signal.SIGSTOP)
+        hang = run.wait_for_event("hang_detected", worker=2)
+        assert hang["t"] - t < 3 + 1
+        run.wait_back(2, seen)
+        assert run.finish() == 0
+        check_each_step_once(run, 500)
+        assert len(run.events("hang_detected")) == 1
+        assert "worker 2" in run.output and "making no progress in" in run.output
+
+
+def test_worker_spinning_in_c_is_ended(tmp_path):
+    """Whatever its interpreter does, its phase is read from outside."""
+    with running("tests/paced.yaml", tmp_path / "run", "trainer=tests/trainers.py:SpinsInC",
+                 "steps=300", "cluster.hang_timeout_s=3") as run:
+        hang = run.wait_for_event("hang_detected", worker=0)
+        assert hang["phase"] == "hook"
+        assert run.finish() == 0
+        check_each_step_once(run, 300)
+
+
+def test_terminated_worker_is_replaced_like_a_killed_one(tmp_path):
+    """SIGTERM or SIGINT to one worker is that worker's death, nobody else's."""
+    with running("tests/paced.yaml", tmp_path / "run", "steps=500") as run:
+        run.wait_for_step(20)
+        for worker, number in ((1, signal.SIGTERM), (3, signal.SIGINT)):
+            seen = len(run.events())
+            run.kill(worker, number=number)
+            run.wait_back(worker, seen)
+        assert run.finish() == 0
+        check_each_step_once(run, 500)
+        assert [e["signal"] for e in run.events("worker_exited") if "signal" in e] == [
+            "SIGTERM", "SIGINT"]
+
+
+def test_logs_keep_whole_lines_and_the_last_words(tmp_path):
+    """200 long lines, bytes that are no text and an unfinished line, then SIGKILL: all is kept."""
+    with running("tests/paced.yaml", tmp_path / "run", "trainer=tests/trainers.py:Talks",
+                 "steps=100") as run:
+        assert run.finish() == 0
+        lines = (run.run_dir / "logs" / "worker-0.log").read_text().splitlines()
+        for i in range(200):
+            assert f"line {i:03d} " + "x" * 200 in lines
+        assert "\\xff\\xfe not text" in lines and "the last words" in lines
+        check_nothing_left(run)
