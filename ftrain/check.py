@@ -25,7 +25,7 @@ def check(config: Config, base: str) -> str:
     eval_source = None if held_out is None else Source(held_out, "eval_dataset()")
     check_no_device_touched()
     spec, programs, evaluation = trace(trainer, config, source, eval_source)
-    programs.trace_update()
+    programs.lower()
     params, _, _ = spec.split(spec.leaves)
     most = -(-config.batch_shards // config.cluster.workers)
     least = config.batch_shards // config.cluster.workers

@@ -37,7 +37,7 @@ def resolve_platform(config: Config) -> str:
 
 def worker_environment(config: Config, platform: str,
                        environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of all workers; `one_worker` adds what differs.
+    """The environment of all workers; `own_environment` is what differs.
 
     Raises:
       ConfigError: XLA_FLAGS holds another value of a flag that ftrain needs.
@@ -60,10 +60,9 @@ def worker_environment(config: Config, platform: str,
     return env
 
 
-def one_worker(env: Mapping[str, str], platform: str, worker: int,
-               incarnation: int) -> dict[str, str]:
-    """The environment of one worker process."""
-    own = {**env, "FTRAIN_WORKER_ID": str(worker), "FTRAIN_INCARNATION": str(incarnation)}
+def own_environment(platform: str, worker: int, incarnation: int) -> dict[str, str]:
+    """What differs in the environment of one worker process."""
+    own = {"FTRAIN_WORKER_ID": str(worker), "FTRAIN_INCARNATION": str(incarnation)}
     if platform == "gpu":
         own["CUDA_VISIBLE_DEVICES"] = str(worker)
     return own

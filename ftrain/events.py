@@ -8,6 +8,7 @@ Every event has `t` (unix seconds), `event`, and where it applies `worker`, `pid
     run_started{config,changed}            coordinator_started{pid,address}
     coordinator_exited{pid,exit_code|signal}
     worker_started{worker,pid,incarnation} incarnation: counted from 0 by the supervisor
+    worker_ready{worker,pid,seconds,cpu_s} imported, compiled: it could take part
     worker_exited{worker,pid,exit_code|signal,reason}
     worker_fenced{worker}                  view_changed{workers,step}: a new set is training
     state_synced{worker,donor,step,bytes,seconds,digest}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
+
+PR_SET_CHILD_SUBREAPER = 36
 
 
 class Exit(NamedTuple):
@@ -22,6 +25,15 @@ class Exit(NamedTuple):
         if self.signal is not None:
             return {"signal": self.signal}
         return {"exit_code": self.exit_code or 0}
+
+
+class Ends(NamedTuple):
+    """The child's ends of its pipes."""
+
+    control: int  # it reads lines here
+    stdout: int
+    stderr: int
+    records: int
 
 
 class Pipe:
@@ -56,32 +68,26 @@ class Pipe:
 
 
 class Child:
-    """A process in a session of its own, so that no terminal signal meant for us reaches it.
+    """A child in a session of its own, so that no terminal signal meant for us reaches it.
 
     Args:
-      argv: the command; `{control}` in it is replaced by the control pipe's descriptor.
-      env: its environment.
-      records: whether it gets a pipe to write records to; `records_fd` is its number there.
-      inherit: descriptors that it inherits as they are.
+      start: makes the process, given its ends of the pipes; returns its pid. It must be a child of
+        this process.
     """
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str], *, records: bool,
-                 inherit: Sequence[int] = ()):
-        control_read, self._control = os.pipe()
+    def __init__(self, start: Callable[[Ends], int]):
+        control, self._control = os.pipe()
         self.pipes: dict[str, Pipe] = {}
-        write: dict[str, int] = {}
-        for name in ("stdout", "stderr", *(["records"] if records else [])):
-            read, write[name] = os.pipe()
+        ends = {"control": control}
+        for name in ("stdout", "stderr", "records"):
+            read, ends[name] = os.pipe()
             self.pipes[name] = Pipe(read)
-        self.records_fd = write.get("records", -1)
-        self._process = subprocess.Popen(
-            [part.format(control=control_read) for part in argv], env=dict(env),
-            stdin=subprocess.DEVNULL, stdout=write["stdout"], stderr=write["stderr"],
-            pass_fds=[control_read, *inherit, *([self.records_fd] if records else [])],
-            start_new_session=True)
-        for fd in (control_read, *write.values()):
-            os.close(fd)
-        self.pid = self._process.pid
+        self.records_fd = ends["records"]  # its number in a process that was launched
+        try:
+            self.pid = start(Ends(**ends))
+        finally:
+            for fd in ends.values():
+                os.close(fd)
         self.pidfd = os.pidfd_open(self.pid)
 
     def send(self, line: str) -> None:
@@ -91,8 +97,10 @@ class Child:
 
     def kill(self) -> None:
         """SIGKILL to it and to all in its process group, stopped or not."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        # Itself first: a process that was only just forked may not lead its group yet.
+        for kill in (os.kill, os.killpg):
+            with contextlib.suppress(ProcessLookupError):
+                kill(self.pid, signal.SIGKILL)
 
     def wait(self, timeout_s: float) -> None:
         """Waits until it has ended, but no longer than that."""
@@ -107,15 +115,50 @@ class Child:
             self.kill()
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         self.kill()
-        code = self._process.wait()
+        _, status = os.waitpid(self.pid, 0)
         if self._control >= 0:
             os.close(self._control)
         os.close(self.pidfd)
-        if code < 0:
-            return Exit(None, signal.Signals(-code).name)
-        return Exit(code, None)
+        code = os.waitstatus_to_exitcode(status)
+        return Exit(None, signal.Signals(-code).name) if code < 0 else Exit(code, None)
 
     def close_control(self) -> None:
         """Ends its control pipe, which tells it that it is no longer needed."""
         os.close(self._control)
         self._control = -1
+
+
+def launch(argv: Sequence[str], env: Mapping[str, str], ends: Ends,
+           inherit: Sequence[int] = ()) -> int:
+    """Starts a program with the pipes' ends; returns its pid. `{control}` in argv is replaced."""
+    process = subprocess.Popen(
+        [part.format(control=ends.control) for part in argv], env=dict(env),
+        stdin=subprocess.DEVNULL, stdout=ends.stdout, stderr=ends.stderr,
+        pass_fds=[ends.control, ends.records, *inherit], start_new_session=True)
+    process.returncode = 0  # reaped by us; the object has nothing to warn of
+    return process.pid
+
+
+def adopt_orphans() -> None:
+    """Processes whose parents below us end become our children (Linux)."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def reap_strays(known: set[int]) -> None:
+    """Reaps ended children that are not `known`: what workers' own children left behind."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None or ended.si_pid in known:
+                return
+            os.waitpid(ended.si_pid, 0)
+
+
+def kill_strays(known: set[int]) -> None:
+    """Ends and reaps every child that is not `known`: user code may have left its group."""
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        strays = {int(pid) for pid in file.read().split()} - known
+    for pid in strays:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)

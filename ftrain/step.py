@@ -180,23 +180,23 @@ class StepPrograms:
                                                            f"{got.treedefs}"))
         return jax.tree.leaves((new.params, new.opt_state, new.model_state))
 
-    def trace_update(self) -> None:
-        """Checks `update`, and learns the names of its metrics, without compiling."""
-        index = jax.ShapeDtypeStruct((), jnp.int32)
-        jax.eval_shape(self._update, self._params, self._opt, self._model, self._layout.shapes(),
-                       index, index)
-
     # What runs.
 
-    def compile(self) -> None:
-        """Compiles all programs, or loads them from the compilation cache."""
+    def lower(self) -> None:
+        """Traces all programs. Python's work, which no cache saves and nobody need wait for."""
         index, buffers = jax.ShapeDtypeStruct((), jnp.int32), self._layout.shapes()
-        self._shard_program = jax.jit(self._shard, donate_argnums=5).lower(
-            self._params, self._model, self._batch, index, index, buffers).compile()
-        self._empty_program = jax.jit(self._empty).lower(
-            jax.ShapeDtypeStruct((), jnp.float32)).compile()
-        self._update_program = jax.jit(self._update).lower(
-            self._params, self._opt, self._model, buffers, index, index).compile()
+        self._lowered = (
+            jax.jit(self._shard, donate_argnums=5).lower(
+                self._params, self._model, self._batch, index, index, buffers),
+            jax.jit(self._empty).lower(jax.ShapeDtypeStruct((), jnp.float32)),
+            jax.jit(self._update).lower(
+                self._params, self._opt, self._model, buffers, index, index))
+
+    def compile(self) -> None:
+        """Compiles what `lower` traced, or loads it from the compilation cache."""
+        self._shard_program, self._empty_program, self._update_program = (
+            lowered.compile() for lowered in self._lowered)
+        del self._lowered
 
     def gradients(self, state: Committed, shards: Sequence[tuple[int, list[np.ndarray]]], *,
                   stop: bool) -> Buffers:

@@ -21,12 +21,13 @@ from typing import Any
 from ftrain import restart
 from ftrain.beat import Beat
 from ftrain.config import Config
-from ftrain.environment import one_worker, worker_environment
+from ftrain.environment import own_environment, worker_environment
 from ftrain.errors import (
     EXIT_GAVE_UP, EXIT_OK, EXIT_REFUSED, EXIT_TRY_AGAIN, RestartLimitError,
 )
 from ftrain.events import EventLog
-from ftrain.processes import Child
+from ftrain.forking import Template
+from ftrain.processes import Child, Ends, adopt_orphans, kill_strays, launch, reap_strays
 from ftrain.recorder import Recorder
 from ftrain.run_lock import RunLock
 from ftrain.screen import Screen
@@ -57,6 +58,7 @@ class Supervisor:
         self._local_errors = restart.LocalErrors(config.cluster.workers)
         self._selector = selectors.DefaultSelector()
         self._coordinator: Child | None = None
+        self._template: Template | None = None
         self._address = ""
         self._generation = 0  # of coordinators
         self._first_ready_at: float | None = None
@@ -68,7 +70,9 @@ class Supervisor:
 
     def run(self) -> int:
         """Runs to the end and returns the exit code."""
+        adopt_orphans()
         with self._signals():
+            self._start_template()
             self._start_coordinator()
             while self._verdict is None:
                 for key, _ in self._selector.select(TICK_S):
@@ -130,14 +134,28 @@ class Supervisor:
             elif slot.child is not None:
                 slot.child.kill()
 
-    # The coordinator.
+    # The template and the coordinator.
+
+    def _start_template(self) -> None:
+        """Imports the user's file once, for every worker that will be forked from it."""
+        template = self._template = Template(self._config.trainer, self._base, self._env)
+        self._listen(template.child, "stdout", self._logs.supervisor)
+        self._listen(template.child, "stderr", self._logs.supervisor)
+
+        def ready() -> None:
+            self._selector.unregister(template)
+            template.take_ready()
+            if template.unfit:
+                self._logs.supervisor(f"workers are not forked: {template.unfit}")
+
+        self._selector.register(template, selectors.EVENT_READ, ready)
 
     def _start_coordinator(self) -> None:
         workers, timeout_s = len(self._slots), self._config.cluster.heartbeat_timeout_s
         argv = [sys.executable, "-m", "ftrain.coordinator", "{control}", str(workers),
                 self._platform, str(timeout_s)]
-        child = self._coordinator = Child(argv, self._env, records=False,
-                                          inherit=[self._lock.fileno()])
+        child = self._coordinator = Child(
+            lambda ends: launch(argv, self._env, ends, [self._lock.fileno()]))
         self._address = ""
         self._listen(child, "stdout", self._on_coordinator_line)
         self._listen(child, "stderr", self._logs.coordinator)
@@ -179,21 +197,36 @@ class Supervisor:
     def _start_due(self) -> None:
         """Starts every slot whose time has come, fenced as it is."""
         now = time.monotonic()
-        for slot in self._slots:
-            if (slot.restart_at is not None and now >= slot.restart_at and slot.child is None
-                    and not slot.fencing and self._address):
+        due = [s for s in self._slots if s.restart_at is not None and now >= s.restart_at
+               and s.child is None and not s.fencing]
+        if not due or not self._address:
+            return
+        if self._template.usable and self._template.is_stale():
+            self._template.end()
+            self._start_template()
+        if not self._template.pending:
+            for slot in due:
                 self._start_worker(slot)
 
     def _start_worker(self, slot: Slot) -> None:
         slot.incarnation += 1
         beat_fd = Beat.create(f"ftrain-beat-{slot.worker}")
-        env = one_worker(self._env, self._platform, slot.worker, slot.incarnation)
-        child = Child([sys.executable, "-m", "ftrain.worker", "{control}"], env, records=True,
-                      inherit=[beat_fd])
-        child.send(json.dumps({
-            "config": self._config.to_json(), "worker": slot.worker, "address": self._address,
-            "platform": self._platform, "base": self._base, "records_fd": child.records_fd,
-            "beat_fd": beat_fd, "parent": os.getpid()}))
+        job = {"config": self._config.to_json(), "worker": slot.worker, "address": self._address,
+               "platform": self._platform, "base": self._base, "parent": os.getpid()}
+        own = own_environment(self._platform, slot.worker, slot.incarnation)
+
+        launched = False
+
+        def begin(ends: Ends) -> int:
+            nonlocal launched
+            forked = self._template.usable and self._template.fork(job, own, beat_fd, ends)
+            launched = not forked
+            return forked or launch([sys.executable, "-m", "ftrain.worker", "{control}"],
+                                    {**self._env, **own}, ends, [beat_fd])
+
+        child = Child(begin)
+        if launched:  # a forked one has been given its assignment
+            child.send(json.dumps({**job, "records_fd": child.records_fd, "beat_fd": beat_fd}))
         slot.begin(child, beat_fd)
         self._coordinator.send(f"group {child.pid}")
         self._listen(child, "stdout", lambda line: self._on_output(slot, line))
@@ -216,6 +249,8 @@ class Supervisor:
         match record["record"]:
             case "ready":
                 slot.ready = True
+                self._log("worker_ready", worker=slot.worker, pid=slot.child.pid,
+                          seconds=time.monotonic() - slot.started_at, cpu_s=record["cpu_s"])
                 self._first_ready_at = self._first_ready_at or time.monotonic()
             case "left":
                 slot.left = record["reason"]
@@ -302,6 +337,7 @@ class Supervisor:
                 self._generation += 1
                 self._first_ready_at = None
                 self._start_coordinator()
+        reap_strays(self._known_pids())
         self._start_due()
         self._let_go()
         self._watch(now)
@@ -396,6 +432,10 @@ class Supervisor:
                                    else [])]:
                 pipe.take(line)
 
+    def _known_pids(self) -> set[int]:
+        children = [s.child for s in self._slots] + [self._coordinator, self._template.child]
+        return {child.pid for child in children if child is not None}
+
     def _shut_down(self) -> None:
         """Nothing is left running when this returns."""
         for slot in self._slots:
@@ -409,3 +449,5 @@ class Supervisor:
             self._coordinator.wait(COORDINATOR_EXIT_S)
             self._coordinator.reap(kill=True)
             self._close_pipes(self._coordinator)
+        self._template.end()
+        kill_strays(set())

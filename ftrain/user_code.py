@@ -53,10 +53,8 @@ def load_trainer(trainer: str, base: str, trainer_args: dict[str, Any], config: 
     """
     from ftrain.trainer import Trainer
 
-    if base not in sys.path:
-        sys.path.insert(0, base)  # so that `from recipes import ...` works
     name, class_name = trainer.rsplit(":", 1)
-    module = _module(name, base)
+    module = load_module(trainer, base)
     cls = getattr(module, class_name, None)
     if cls is None:
         has = sorted(n for n, v in vars(module).items()
@@ -76,7 +74,15 @@ def load_trainer(trainer: str, base: str, trainer_args: dict[str, Any], config: 
     return made
 
 
-def _module(name: str, base: str) -> Any:
+def load_module(trainer: str, base: str) -> Any:
+    """The module that `trainer` names; imported once a process.
+
+    Raises:
+      TrainerError: there is no such module. What the file itself raises passes on.
+    """
+    if base not in sys.path:
+        sys.path.insert(0, base)  # so that `from recipes import ...` works
+    name = trainer.rsplit(":", 1)[0]
     if not name.endswith(".py"):
         try:
             return importlib.import_module(name)
@@ -87,13 +93,21 @@ def _module(name: str, base: str) -> Any:
             raise
     path = Path(base) / name
     # The name that `import` would give it, so that pickles and a second import find the same module.
-    dotted = ".".join(Path(name).with_suffix("").parts)
+    inside = Path(name).with_suffix("")
+    dotted = inside.name if inside.is_absolute() else ".".join(inside.parts)
+    loaded = sys.modules.get(dotted)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
+        return loaded  # by the template that this process was forked from
     spec = importlib.util.spec_from_file_location(dotted, path)
     if spec is None or spec.loader is None:
         raise TrainerError(f"trainer: {path} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[dotted] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[dotted]
+        raise
     return module
 
 
@@ -103,7 +117,7 @@ def user_traceback(error: BaseException) -> str:
     The whole of it if no frame is the user's.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    first = next((i for i, f in enumerate(frames) if _is_users(f.filename)), 0)
+    first = next((i for i, f in enumerate(frames) if is_users(f.filename)), 0)
     ending = "".join(traceback.format_exception_only(error)).split(JAX_NOTE)[0]
     text = "".join(["Traceback (most recent call last):\n",
                     *traceback.format_list(frames[first:]), ending]).rstrip()
@@ -113,6 +127,6 @@ def user_traceback(error: BaseException) -> str:
             f"following exception:\n\n{text}")
 
 
-def _is_users(filename: str) -> bool:
+def is_users(filename: str) -> bool:
     """Whether a frame is neither ftrain's, nor Python's, nor an installed package's."""
     return not filename.startswith(NOT_USERS) and "site-packages" not in filename

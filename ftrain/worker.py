@@ -104,13 +104,18 @@ def end_with_parent(parent: int) -> None:
 
 def main() -> None:
     """Takes the assignment from the control pipe (descriptor given in argv) and works."""
-    control = os.fdopen(int(sys.argv[1]), "r", encoding="utf-8")
-    job = Assignment(**json.loads(control.readline()))
+    pipe = os.fdopen(int(sys.argv[1]), "r", encoding="utf-8")
+    job = Assignment(**json.loads(pipe.readline()))
+    start(job, Control(pipe))
+
+
+def start(job: Assignment, control: Control) -> NoReturn:
+    """Makes this process that worker, whether it was launched or forked."""
     end_with_parent(job.parent)
     keep_stdout_for_user_code()
     # Without handlers: whoever signals one worker gets what SIGKILL would give, a replacement.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    work(job, Reporter(job.records_fd), Beat(job.beat_fd), Control(control))
+    work(job, Reporter(job.records_fd), Beat(job.beat_fd), control)
 
 
 def work(job: Assignment, report: Callable[..., None], beat: Beat, control: Control) -> NoReturn:
@@ -123,7 +128,7 @@ def work(job: Assignment, report: Callable[..., None], beat: Beat, control: Cont
     except BaseException as error:  # noqa: BLE001  the user's code: told once, with its traceback
         refuse(report, f"{type(error).__name__}: {error}", user_traceback(error))
     beat.phase("ready")
-    report("ready")
+    report("ready", cpu_s=time.process_time())
     name, together = control.wait_for_go()
     try:
         loop.run(together, name)
@@ -193,8 +198,9 @@ def make_loop(job: Assignment, config: Config, trainer: Any, source: Any, eval_s
     from ftrain.loop import StepLoop
     from ftrain.membership import Members
 
-    with first_compiles(cache), runtime.writes_compile_cache():
-        spec, programs, evaluation = trace(trainer, config, source, eval_source)
+    spec, programs, evaluation = trace(trainer, config, source, eval_source)
+    programs.lower()
+    with first_compiles(cache), runtime.shares_compile_cache():
         programs.compile()
     members = Members(started, report, lambda error: local_error(report, beat, error))
     members.publish_spec(spec.fingerprint(), spec.lines())
@@ -207,7 +213,7 @@ def make_loop(job: Assignment, config: Config, trainer: Any, source: Any, eval_s
         restored = checkpoint.restore_newest(config.run_dir, spec, worker=job.worker,
                                              dataset_length=source.length, report=report)
         if restored is None:
-            with runtime.writes_compile_cache():
+            with runtime.shares_compile_cache():
                 return initial_state(trainer, spec, config.seed)
         saver.already_durable(restored.step)
         return restored
@@ -242,11 +248,16 @@ def trace(trainer: Any, config: Config, source: Any, eval_source: Any) -> tuple[
 
 def check_no_device_touched() -> None:
     """The data set must leave JAX's devices alone: they are not open yet, and would be other ones."""
-    from jax._src import xla_bridge  # checked on jax 0.10.2, 0.12.0.1
-
-    if xla_bridge.backends_are_initialized():
+    if device_is_open():
         raise DatasetError("__init__, dataset() or eval_dataset() used a JAX device (jnp arrays, "
                            "jax.random, jax.devices()); make numpy arrays there")
+
+
+def device_is_open() -> bool:
+    """Whether any JAX backend has been started."""
+    from jax._src import xla_bridge  # checked on jax 0.10.2, 0.12.0.1
+
+    return xla_bridge.backends_are_initialized()
 
 
 def compile_cache_folder(config: Config) -> str | None:
