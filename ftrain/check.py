@@ -24,7 +24,8 @@ def check(config: Config, base: str) -> str:
     held_out = trainer.eval_dataset()
     eval_source = None if held_out is None else Source(held_out, "eval_dataset()")
     check_no_device_touched()
-    spec, programs, evaluation = trace(trainer, config, source, eval_source)
+    spec, programs, evaluation = trace(trainer, config, source, eval_source,
+                                       lambda lowered: lowered.compile())
     programs.lower()
     params, _, _ = spec.split(spec.leaves)
     most = -(-config.batch_shards // config.cluster.workers)

@@ -6,6 +6,7 @@ the sums so far are part of what a view agrees on. Sees the committed state; nee
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,10 +23,10 @@ class Evaluation:
     """The user's `evaluate` over its data set. Compiled when the first evaluation needs it."""
 
     def __init__(self, trainer: Any, spec: StateSpec, source: Source, *, batch_size: int,
-                 batch_shards: int):
+                 batch_shards: int, compile: Callable[[Any], Any]):
         self._trainer, self._spec, self._source = trainer, spec, source
         self._batch_size, self._batch_shards = batch_size, batch_shards
-        self._shard_size = batch_size // batch_shards
+        self._shard_size, self._compile = batch_size // batch_shards, compile
         self._programs: dict[int, jax.stages.Compiled] = {}
         self.parts = -(-source.length // batch_size)
         shapes = jax.eval_shape(self._evaluate, list(spec.leaves),
@@ -64,7 +65,7 @@ class Evaluation:
         args = (state.leaves, batch, np.int32(state.step), np.int32(state.cursor & 0x7FFFFFFF))
         samples = len(batch[0])  # the last shard of the data set may be shorter
         if samples not in self._programs:
-            self._programs[samples] = jax.jit(self._evaluate).lower(*args).compile()
+            self._programs[samples] = self._compile(jax.jit(self._evaluate).lower(*args))
         return self._programs[samples](*args)
 
     def means(self, sums: list[float]) -> dict[str, float]:

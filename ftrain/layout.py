@@ -37,6 +37,7 @@ class Layout:
     def __init__(self) -> None:
         self.dtypes: list[jnp.dtype] = []
         self.sizes: list[int] = []
+        self.padding: Slot | None = None
 
     def add(self, shape: Sequence[int], dtype: jnp.dtype) -> Slot:
         """A place for an array of this shape in the buffer of this dtype."""
@@ -49,6 +50,12 @@ class Layout:
         self.sizes[group] += slot.size
         return slot
 
+    def reserve(self, size: int, dtype: jnp.dtype) -> None:
+        """Makes the buffer of this dtype at least so large, for other uses of its program."""
+        missing = size - self.sizes[self.dtypes.index(jnp.dtype(dtype))]
+        if missing > 0:
+            self.padding = self.add((missing,), dtype)
+
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
         """The buffers' shapes."""
         return [jax.ShapeDtypeStruct((1, 1, size), dtype)
@@ -57,6 +64,8 @@ class Layout:
     def pack(self, placed: Sequence[tuple[Slot, jax.Array]]) -> list[jax.Array]:
         """Buffers holding every array at its slot; every slot of the layout once. Traced."""
         parts: list[list[jax.Array]] = [[] for _ in self.dtypes]
+        if self.padding is not None:
+            placed = [*placed, (self.padding, jnp.zeros(self.padding.shape))]
         for slot, array in sorted(placed, key=lambda item: item[0].start):
             parts[slot.group].append(jnp.ravel(array).astype(self.dtypes[slot.group]))
         return [jnp.concatenate(part).reshape(1, 1, -1) for part in parts]

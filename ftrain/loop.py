@@ -77,6 +77,7 @@ class StepLoop:
     stop_requested: Callable[[], bool]
     first_state: Callable[[], Committed]  # from a checkpoint or from the seed; in a donor alone
     forget_view: Callable[[], None]
+    compile: Callable[[Any], Any]
 
     state: Committed | None = None
     progress: Progress = Progress()
@@ -188,7 +189,8 @@ class StepLoop:
         self.beat.phase("sync")
         self.plane = None
         self.forget_view()
-        self.plane = DataPlane(self.members.open_devices(view), view.workers, self.members.me)
+        self.plane = DataPlane(self.members.open_devices(view), view.workers, self.members.me,
+                               self.programs.buffer_shapes, self.compile)
 
     def _sync(self, view: View, donor: int, holders: list[int]) -> None:
         self.beat.phase("sync")

@@ -8,9 +8,11 @@ program made here belongs to a view; the heavy ones hold no collective and survi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -21,15 +23,39 @@ Buffers = list[jax.Array]  # one flat buffer per dtype, each of shape (1, 1, n),
 
 
 class DataPlane:
-    """Sums over the workers of one view. Made new for every view, on the view's own devices."""
+    """Sums over the workers of one view. Made new for every view, on the view's own devices.
 
-    def __init__(self, devices: Sequence[jax.Device], workers: Sequence[int], me: int):
+    Args:
+      devices: one of each member, in the order of `workers`.
+      workers: the members' ids, ascending.
+      me: this worker's.
+      shapes: of the buffers that a step sums; one of them is float32.
+      compile: compiles a lowered program.
+    """
+
+    def __init__(self, devices: Sequence[jax.Device], workers: Sequence[int], me: int,
+                 shapes: Sequence[jax.ShapeDtypeStruct], compile: Callable[[Any], Any]):
         self.workers = list(workers)
         self.rank = self.workers.index(me)
+        self._shapes, self._compile = list(shapes), compile
         self._home = jax.local_devices()[0]
         self._mesh = Mesh(np.array(devices).reshape(len(self.workers), -1), ("worker", "device"))
-        self._device = next(d for d in self._mesh.devices[self.rank])
+        self._device = self._mesh.devices[self.rank][0]
         self._programs: dict[tuple, jax.stages.Compiled] = {}
+
+    def gather(self, row: bytes, size: int) -> list[bytes]:
+        """Every member's `row` of `size` bytes, by rank; zeros where a member gave b"".
+
+        A collective, as `sum`. The bytes travel as numbers in the buffers of a step, which are exact
+        in float32, so that no program but the step's is needed.
+        """
+        buffers = [np.zeros(s.shape, s.dtype) for s in self._shapes]
+        table = next(i for i, s in enumerate(self._shapes) if s.dtype == jnp.float32)
+        start = self.rank * size
+        buffers[table][0, 0, start:start + len(row)] = np.frombuffer(row, np.uint8)
+        summed = self.sum([jax.device_put(b, self._home) for b in buffers])
+        flat = np.asarray(summed[table]).reshape(-1)[:len(self.workers) * size]
+        return [r.tobytes() for r in flat.astype(np.uint8).reshape(-1, size)]
 
     def sum(self, buffers: Buffers) -> Buffers:
         """The sum of every member's `buffers`; same shapes and dtypes, on this worker's device.
@@ -62,5 +88,5 @@ class DataPlane:
             summed = jax.shard_map(
                 lambda parts: [jax.lax.psum(part, "worker") for part in parts],
                 mesh=self._mesh, in_specs=P("worker", "device"), out_specs=P(None, "device"))
-            self._programs[shapes] = jax.jit(summed).lower(buffers).compile()
+            self._programs[shapes] = self._compile(jax.jit(summed).lower(buffers))
         return self._programs[shapes]

@@ -170,6 +170,16 @@ def shares_compile_cache() -> Iterator[None]:
         cache_key._hash_accelerator_config = accelerators
 
 
+def compile_shared(lowered: Any) -> Any:
+    """Compiles a lowered program, or loads it, so that its cache entry serves every worker.
+
+    A program over the workers of a view serves any view of as many: it says which rank gets what,
+    and the ranks' devices are told when it is loaded.
+    """
+    with shares_compile_cache():
+        return lowered.compile()
+
+
 @functools.cache
 def _processor() -> bytes:
     """What a program for the CPU depends on: its model and its instruction sets."""

@@ -25,6 +25,8 @@ class Slot:
     going: bool = False  # and may
     fencing: bool = False  # killed and reaped; the service has not acknowledged yet
     restart_at: float | None = None  # when to start it again, once fenced
+    died_at: float = float("-inf")  # time.monotonic() of its last failure
+    died_step: int = -1  # the newest committed step then
     left: str | None = None  # why it says the run is over
     commits: int = 0  # of this incarnation
     refused: dict[str, Any] | None = None

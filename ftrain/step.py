@@ -8,7 +8,7 @@ XLA's CPU backend runs a convolution inside `scan` 4 to 6 times slower, jax 0.10
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -50,19 +50,25 @@ def initial_state(trainer: Any, spec: StateSpec, seed: int) -> Committed:
 
 
 class StepPrograms:
-    """The compiled programs of a trainer, for one shape of shard."""
+    """The compiled programs of a trainer, for one shape of shard.
+
+    Args:
+      batch_shapes: the leaves of one shard's batch, `samples` long, in the tree `batch_tree`.
+      table_size: floats that the float32 buffer has room for at least, see `DataPlane.gather`.
+    """
 
     def __init__(self, trainer: Any, spec: StateSpec, batch_shapes: Sequence[jax.ShapeDtypeStruct],
-                 batch_tree: Any, *, seed: int, samples: int, reduce_dtype: str):
+                 batch_tree: Any, *, seed: int, samples: int, reduce_dtype: str,
+                 table_size: int = 0):
         self._trainer, self._spec = trainer, spec
         self._batch_tree, self._seed, self._samples = batch_tree, seed, samples
         self._params, self._opt, self._model = spec.split(spec.leaves)
         self._batch = list(batch_shapes)
-        self._plan(reduce_dtype)
+        self._plan(reduce_dtype, table_size)
 
     # What is summed, found out by tracing the user's loss once without computing anything.
 
-    def _plan(self, reduce_dtype: str) -> None:
+    def _plan(self, reduce_dtype: str, table_size: int) -> None:
         index = jax.ShapeDtypeStruct((), jnp.int32)
         jaxpr, out = jax.make_jaxpr(
             lambda model, params, batch, step, shard: self._loss(params, model, batch, step, shard),
@@ -82,6 +88,7 @@ class StepPrograms:
         self._model_slots = {i: layout.add(*_travels_as(self._model[i])) for i in self._changed}
         self._scalars = layout.add((len(self.metric_names) + 2,), jnp.float32)
         self._stop = layout.add((), jnp.float32)
+        layout.reserve(table_size, jnp.float32)
 
     def _loss(self, params: Sequence[Any], model: Sequence[Any], batch: Sequence[Any], step: Any,
               shard: Any) -> tuple[Any, dict[str, Any], Any, list[Any]]:
@@ -192,11 +199,16 @@ class StepPrograms:
             jax.jit(self._update).lower(
                 self._params, self._opt, self._model, buffers, index, index))
 
-    def compile(self) -> None:
+    def compile(self, compile: Callable[[Any], Any]) -> None:
         """Compiles what `lower` traced, or loads it from the compilation cache."""
-        self._shard_program, self._empty_program, self._update_program = (
-            lowered.compile() for lowered in self._lowered)
+        self._shard_program, self._empty_program, self._update_program = map(
+            compile, self._lowered)
         del self._lowered
+
+    @property
+    def buffer_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """The buffers that a step sums over the workers."""
+        return self._layout.shapes()
 
     def gradients(self, state: Committed, shards: Sequence[tuple[int, list[np.ndarray]]], *,
                   stop: bool) -> Buffers:

@@ -38,6 +38,7 @@ from ftrain.worker_logs import Logs
 
 TICK_S = 0.1
 REFUSED_WAIT_S = 3.0  # for the other workers to say that they fail in the same way
+SURVIVORS_FIRST_S = 0.5  # how long a replacement waits for the others' next commit
 COORDINATOR_EXIT_S = 5.0  # for it to end by itself
 COORDINATOR = -1  # its id in the restart budget
 
@@ -198,7 +199,7 @@ class Supervisor:
         """Starts every slot whose time has come, fenced as it is."""
         now = time.monotonic()
         due = [s for s in self._slots if s.restart_at is not None and now >= s.restart_at
-               and s.child is None and not s.fencing]
+               and s.child is None and not s.fencing and not self._survivors_first(s, now)]
         if not due or not self._address:
             return
         if self._template.usable and self._template.is_stale():
@@ -207,6 +208,11 @@ class Supervisor:
         if not self._template.pending:
             for slot in due:
                 self._start_worker(slot)
+
+    def _survivors_first(self, slot: Slot, now: float) -> bool:
+        """Whether the others still recover from this one's death: a start would take their CPU."""
+        return (now < slot.died_at + SURVIVORS_FIRST_S and self._recorder.step == slot.died_step
+                and any(s.going and s.child for s in self._slots))
 
     def _start_worker(self, slot: Slot) -> None:
         slot.incarnation += 1
@@ -323,7 +329,8 @@ class Supervisor:
         except RestartLimitError as error:
             self._end(EXIT_GAVE_UP, str(error))
             return
-        slot.restart_at = time.monotonic() + delay_s
+        slot.died_at, slot.died_step = time.monotonic(), self._recorder.step
+        slot.restart_at = slot.died_at + delay_s
         self._story.restart_in(slot, delay_s)
 
     # The clock.

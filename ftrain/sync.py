@@ -3,12 +3,14 @@
 The donor contributes its bits and all others zeros, summed as unsigned integers: a float sum would
 turn -0.0 into 0.0 and may drop the payload of a NaN. One small program of a fixed shape serves every
 state, so a rejoin compiles the same little whatever the model (rule R10), and memory beside the state
-is bounded by a bucket.
+is bounded by a bucket. When nobody lacks the state, which is so after every death, only digests meet,
+and they travel by the program of the step: nothing is compiled for them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import struct
 from collections.abc import Sequence
 
 import jax
@@ -18,9 +20,7 @@ from ftrain.errors import AttemptFailedError
 from ftrain.mesh import DataPlane
 from ftrain.state import Committed, StateSpec, digest, from_host, host_bytes, host_shape, to_host
 
-DIGEST_WORDS = 8
-CURSOR_WORDS = 2
-HEADER_WORDS = 1 + CURSOR_WORDS + DIGEST_WORDS  # step, cursor, digest
+HEADER = struct.Struct("<qq32s")  # step, cursor, digest; zeros from who has no state
 BUCKET_WORDS = 1 << 20  # 4 MiB of uint32: beyond that more buckets, not larger ones
 
 
@@ -53,8 +53,8 @@ def sync_state(plane: DataPlane, spec: StateSpec, mine: Committed | None, *, don
     workers, me = plane.workers, plane.workers[plane.rank]
     arrays = to_host(mine.leaves) if mine is not None and (me == donor or me in holders) else None
     own = None if arrays is None else digest(spec, mine.step, mine.cursor, arrays)
-    words = _bucket_words(spec, len(workers))
-    headers = _exchange_headers(plane, words, mine if arrays is not None else None, own)
+    header = b"" if own is None else HEADER.pack(mine.step, mine.cursor, own)
+    headers = [HEADER.unpack(row) for row in plane.gather(header, HEADER.size)]
     step, cursor, wanted = headers[workers.index(donor)]
     for holder in holders:
         if headers[workers.index(holder)][2] != wanted:
@@ -62,7 +62,7 @@ def sync_state(plane: DataPlane, spec: StateSpec, mine: Committed | None, *, don
                 f"worker {holder} and worker {donor} both hold step {step} with other bits")
     if set(holders) | {donor} >= set(workers):
         return Synced(mine, wanted.hex(), 0)
-    moved = _broadcast(plane, spec, words, arrays if me == donor else None)
+    moved = _broadcast(plane, spec, arrays if me == donor else None)
     if arrays is not None:
         return Synced(mine, wanted.hex(), host_bytes(spec))
     got = digest(spec, step, cursor, moved)
@@ -73,8 +73,8 @@ def sync_state(plane: DataPlane, spec: StateSpec, mine: Committed | None, *, don
     return Synced(state, wanted.hex(), host_bytes(spec))
 
 
-def _bucket_words(spec: StateSpec, workers: int) -> int:
-    need = max(HEADER_WORDS * workers, (host_bytes(spec) + 3) // 4)
+def _bucket_words(spec: StateSpec) -> int:
+    need = max(1, (host_bytes(spec) + 3) // 4)
     return min(BUCKET_WORDS, 1 << (need - 1).bit_length())
 
 
@@ -83,24 +83,10 @@ def _sum_words(plane: DataPlane, words: np.ndarray) -> np.ndarray:
     return np.asarray(summed).reshape(-1)
 
 
-def _exchange_headers(plane: DataPlane, words: int, mine: Committed | None,
-                      own: bytes | None) -> list[tuple[int, int, bytes]]:
-    """Every member's (step, cursor, digest) by rank; zeros from who has none."""
-    bucket = np.zeros(words, np.uint32)
-    if mine is not None and own is not None:
-        row = bucket[plane.rank * HEADER_WORDS:][:HEADER_WORDS]
-        row[0] = mine.step
-        row[1:3] = np.array([mine.cursor], np.uint64).view(np.uint32)
-        row[3:] = np.frombuffer(own, np.uint32)
-    table = _sum_words(plane, bucket)[:HEADER_WORDS * len(plane.workers)].reshape(-1, HEADER_WORDS)
-    return [(int(row[0]), int(row[1:3].copy().view(np.uint64)[0]), row[3:].tobytes())
-            for row in table]
-
-
-def _broadcast(plane: DataPlane, spec: StateSpec, words: int,
+def _broadcast(plane: DataPlane, spec: StateSpec,
                arrays: Sequence[np.ndarray] | None) -> list[np.ndarray]:
     """The donor's leaves, on every member. `arrays` is None for all but the donor."""
-    size = host_bytes(spec)
+    size, words = host_bytes(spec), _bucket_words(spec)
     sent = np.zeros(0, np.uint8) if arrays is None else _join(arrays)
     received = np.empty(-(-size // (4 * words)) * 4 * words, np.uint8)
     for start in range(0, size, 4 * words):

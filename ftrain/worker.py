@@ -198,10 +198,11 @@ def make_loop(job: Assignment, config: Config, trainer: Any, source: Any, eval_s
     from ftrain.loop import StepLoop
     from ftrain.membership import Members
 
-    spec, programs, evaluation = trace(trainer, config, source, eval_source)
+    spec, programs, evaluation = trace(trainer, config, source, eval_source,
+                                           runtime.compile_shared)
     programs.lower()
-    with first_compiles(cache), runtime.shares_compile_cache():
-        programs.compile()
+    with first_compiles(cache):
+        programs.compile(runtime.compile_shared)
     members = Members(started, report, lambda error: local_error(report, beat, error))
     members.publish_spec(spec.fingerprint(), spec.lines())
     saver = checkpoint.Saver(config.run_dir, worker=job.worker, keep=config.checkpoint.keep,
@@ -224,22 +225,25 @@ def make_loop(job: Assignment, config: Config, trainer: Any, source: Any, eval_s
         threads=config.data.threads)
     runtime.freeze_heap()
     return StepLoop(trainer, config, members, spec, programs, reader, evaluation, saver, beat,
-                    report, stop_requested, first_state, started.forget_view)
+                    report, stop_requested, first_state, started.forget_view, runtime.compile_shared)
 
 
-def trace(trainer: Any, config: Config, source: Any, eval_source: Any) -> tuple[Any, Any, Any]:
+def trace(trainer: Any, config: Config, source: Any, eval_source: Any,
+          compile: Callable[[Any], Any]) -> tuple[Any, Any, Any]:
     """The state's spec and the programs, from shapes alone; every rule of the API is checked here."""
     from ftrain.evaluation import Evaluation
     from ftrain.step import StepPrograms, state_spec
+    from ftrain.sync import HEADER
 
     trainer.tx = trainer.optimizer()
     spec = state_spec(trainer, config.seed)
     samples = config.batch_size // config.batch_shards
     programs = StepPrograms(trainer, spec, source.shapes(samples), source.treedef,
-                            seed=config.seed, samples=samples, reduce_dtype=config.reduce_dtype)
+                            seed=config.seed, samples=samples, reduce_dtype=config.reduce_dtype,
+                            table_size=config.cluster.workers * HEADER.size)
     evaluation = None if eval_source is None else Evaluation(
         trainer, spec, eval_source, batch_size=config.batch_size,
-        batch_shards=config.batch_shards)
+        batch_shards=config.batch_shards, compile=compile)
     if evaluation is None and config.eval.every_steps:
         raise TrainerError(f"eval.every_steps={config.eval.every_steps} needs eval_dataset(); "
                            "define it, or leave the key out")
