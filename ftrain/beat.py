@@ -13,25 +13,27 @@ import time
 from typing import NamedTuple
 
 PHASES = (
-    "start",      # importing, the user's constructor, the data set, the backend
-    "connect",    # opening the backend: waits for every worker of the run to have come once
-    "compile",    # tracing and compiling, or waiting for the worker that does
-    "ready",      # waiting for the supervisor's word, at the start of a run
-    "barrier",    # in live_devices, from the end of one block to the beginning of the next
-    "settle",     # meeting the members of a new view
-    "restore",    # reading a checkpoint or computing the first state, for all
-    "sync",       # state on its way between workers
-    "hook",       # the user's after_commit
-    "data",       # waiting for its samples
-    "gradient",   # its own shards
-    "reduce",     # the sum over the workers
-    "update",     # the next state
-    "evaluate",   # a part of an evaluation
-    "save",       # at the end: the last checkpoint is being written
-    "pause",      # too few workers
+    "start",  # importing, the user's constructor, the data set, the backend
+    "connect",  # opening the backend: waits for every worker of the run to have come once
+    "compile",  # tracing and compiling, or waiting for the worker that does
+    "ready",  # waiting for the supervisor's word, at the start of a run
+    "barrier",  # in live_devices, from the end of one block to the beginning of the next
+    "settle",  # meeting the members of a new view
+    "restore",  # reading a checkpoint or computing the first state, for all
+    "sync",  # state on its way between workers
+    "hook",  # the user's after_commit
+    "data",  # waiting for its samples
+    "gradient",  # its own shards
+    "reduce",  # the sum over the workers
+    "update",  # the next state
+    "evaluate",  # a part of an evaluation
+    "save",  # at the end: the last checkpoint is being written
+    "pause",  # too few workers
 )
 WAITING = frozenset({"barrier", "settle", "sync", "reduce"})  # a culprit is elsewhere
-UNTIMED = frozenset({"start", "connect", "compile", "ready", "restore", "save", "pause"})  # long without being stuck
+UNTIMED = frozenset(
+    {"start", "connect", "compile", "ready", "restore", "save", "pause"}
+)  # long without being stuck
 
 _LAYOUT = struct.Struct("<qqqd")  # round, step, phase, since
 SIZE = 8 + 2 * _LAYOUT.size  # a counter, and two readings of which it names the one that is whole
@@ -67,8 +69,9 @@ class Beat:
         # wherever the writer is stopped, sees a whole one.
         count = (self._memory[0] + 1) % 256
         start = 8 + (count % 2) * _LAYOUT.size
-        self._memory[start:start + _LAYOUT.size] = _LAYOUT.pack(
-            self.round, self.step, PHASES.index(name), time.monotonic())
+        self._memory[start : start + _LAYOUT.size] = _LAYOUT.pack(
+            self.round, self.step, PHASES.index(name), time.monotonic()
+        )
         self._memory[0] = count
 
     def read(self) -> Reading:
@@ -76,6 +79,7 @@ class Beat:
         while True:
             count = self._memory[0]
             round_, step, phase, since = _LAYOUT.unpack_from(
-                self._memory, 8 + (count % 2) * _LAYOUT.size)
+                self._memory, 8 + (count % 2) * _LAYOUT.size
+            )
             if self._memory[0] == count:
                 return Reading(round_, step, PHASES[phase], since)

@@ -1,4 +1,4 @@
-"""`ftrain check`: all that a start does, without starting. A process of its own, since it needs jax."""
+"""`ftrain check`: all that a start does, without starting. Its own process: it needs jax."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ def check(config: Config, base: str) -> str:
     held_out = trainer.eval_dataset()
     eval_source = None if held_out is None else Source(held_out, "eval_dataset()")
     check_no_device_touched()
-    spec, programs, evaluation = trace(trainer, config, source, eval_source,
-                                       lambda lowered: lowered.compile())
+    spec, programs, evaluation = trace(
+        trainer, config, source, eval_source, lambda lowered: lowered.compile()
+    )
     programs.lower()
     params, _, _ = spec.split(spec.leaves)
     most = -(-config.batch_shards // config.cluster.workers)

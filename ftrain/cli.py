@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_versions()
         config = load_config(arguments.config, arguments.set, arguments.run_dir)
         base = find_base(config.trainer, arguments.config)
-        platform = resolve_platform(config)
+        platform = resolve_platform(config, os.environ)
         worker_environment(config, platform, os.environ)
         return arguments.command(config, base, platform)
     except FtrainError as error:
@@ -35,16 +35,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="ftrain", description="Fault-tolerant data-parallel training on JAX.")
+        prog="ftrain", description="Fault-tolerant data-parallel training on JAX."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command, text in (
-            ("run", _run, "train, or continue; workers may die"),
-            ("check", _check, "do all that a start does, without starting"),
-            ("debug", _debug, "one worker in the foreground, for breakpoint() and profilers")):
+        ("run", _run, "train, or continue; workers may die"),
+        ("check", _check, "do all that a start does, without starting"),
+        ("debug", _debug, "one worker in the foreground, for breakpoint() and profilers"),
+    ):
         sub = commands.add_parser(name, help=text, description=text)
         sub.add_argument("config", metavar="CONFIG", help="a YAML file, see configs/")
-        sub.add_argument("--set", action="append", default=[], metavar="key.path=value",
-                         help="replace a value of the config; may be given several times")
+        sub.add_argument(
+            "--set",
+            action="append",
+            default=[],
+            metavar="key.path=value",
+            help="replace a value of the config; may be given several times",
+        )
         sub.add_argument("--run-dir", metavar="DIR", help="replace run_dir")
         sub.set_defaults(command=command)
     return parser
@@ -61,15 +68,18 @@ def _run(config: Config, base: str, platform: str) -> int:
     changed = _continue(config)
     done = _finished_step(config)
     if done is not None:
-        sys.stdout.write(f"{config.run_dir} has finished: step {done} of {config.steps} is saved; "
-                         "set a larger `steps` to train on\n")
+        sys.stdout.write(
+            f"{config.run_dir} has finished: step {done} of {config.steps} is saved; "
+            "set a larger `steps` to train on\n"
+        )
         return EXIT_OK
     log = EventLog(config.run_dir)
     log("run_started", config=config.model_dump(), changed=changed)
     screen = Screen()
     try:
-        return Supervisor(config, base=base, platform=platform, lock=lock, log=log,
-                          screen=screen).run()
+        return Supervisor(
+            config, base=base, platform=platform, lock=lock, log=log, screen=screen
+        ).run()
     finally:
         screen.close()
 
@@ -118,8 +128,7 @@ def _debug(config: Config, base: str, platform: str) -> int:
 def _replace_by(module: str, config: Config, base: str, platform: str) -> int:
     """Becomes a process that may import jax, on this terminal."""
     env = worker_environment(config, platform, os.environ)
-    os.execve(sys.executable, [sys.executable, "-m", module, config.to_json(), base, platform],
-              env)
+    os.execve(sys.executable, [sys.executable, "-m", module, config.to_json(), base, platform], env)
 
 
 if __name__ == "__main__":

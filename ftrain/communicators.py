@@ -1,9 +1,10 @@
-"""The data plane's connections on CPU: found, and cut when one member's attempt has failed (rule R7).
+"""The data plane's connections on CPU: found, and cut when an attempt has failed (rule R7).
 
 gloo knows no cancellation: after a SIGKILL only the ring neighbours see a closed connection, the
 others wait for their neighbours until a timeout of minutes. So whoever sees a failure sets a key of
-the view; a listener thread in every worker waits on it and shuts the view's own sockets down, so that
-a hung collective raises at once. On GPU, JAX cancels NCCL by incarnation and none of this is needed.
+the view; a listener thread in every worker waits on it and shuts the view's own sockets down, so
+that a hung collective raises at once. On GPU, JAX cancels NCCL by incarnation and none of this is
+needed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from typing import NamedTuple
+
+TCP_LISTEN = "0A"  # a state in /proc/net/tcp
 
 
 class Cutter:
@@ -24,8 +28,9 @@ class Cutter:
       own_ports: the ports that this worker listens on for the view.
     """
 
-    def __init__(self, wait: Callable[[], None], peer_ports: Callable[[], set[int]],
-                 own_ports: set[int]):
+    def __init__(
+        self, wait: Callable[[], None], peer_ports: Callable[[], set[int]], own_ports: set[int]
+    ):
         self._wait, self._peer_ports, self._own_ports = wait, peer_ports, own_ports
         self._over = False
         self._lock = threading.Lock()
@@ -34,7 +39,9 @@ class Cutter:
     def _listen(self) -> None:
         with contextlib.suppress(ConnectionError):
             self._wait()
-            with self._lock:  # the view may end while we look: its ports may be somebody else's then
+            with (
+                self._lock
+            ):  # the view may end while we look: its ports may be somebody else's then
                 if not self._over:
                     cut_connections(self._own_ports | self._peer_ports())
 
@@ -46,12 +53,7 @@ class Cutter:
 
 def listening_ports() -> set[int]:
     """The TCP ports that this process listens on."""
-    ports = set()
-    for sock in _tcp_sockets():
-        with sock, contextlib.suppress(OSError):
-            if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                ports.add(sock.getsockname()[1])
-    return ports
+    return {row.local_port for row in _tcp_rows().values() if row.listens}
 
 
 def cut_connections(ports: set[int]) -> int:
@@ -60,25 +62,39 @@ def cut_connections(ports: set[int]) -> int:
     Only those: user code has connections too, and so have gRPC and the coordination service.
     """
     cut = 0
-    for sock in _tcp_sockets():
-        with sock, contextlib.suppress(OSError):  # not connected, or closed meanwhile
-            if sock.getpeername()[1] in ports or sock.getsockname()[1] in ports:
-                sock.shutdown(socket.SHUT_RDWR)
-                cut += 1
+    for fd, row in _tcp_rows().items():
+        if not row.listens and ports & {row.local_port, row.peer_port}:
+            with contextlib.suppress(OSError):  # not connected any more, or closed meanwhile
+                with socket.socket(fileno=os.dup(fd)) as sock:
+                    sock.shutdown(socket.SHUT_RDWR)
+                    cut += 1
     return cut
 
 
-def _tcp_sockets() -> list[socket.socket]:
-    """Duplicates of the process's TCP sockets. The caller closes them; the originals stay."""
-    found = []
+class _Row(NamedTuple):
+    local_port: int
+    peer_port: int
+    listens: bool
+
+
+def _tcp_rows() -> dict[int, _Row]:
+    """This process's TCP sockets by descriptor, as the kernel lists them.
+
+    Read from /proc and not asked of the sockets: making a Python socket of somebody's descriptor
+    may change its mode.
+    """
+    kernel = {}
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(FileNotFoundError), open(f"/proc/self/net/{table}") as file:
+            for line in list(file)[1:]:
+                fields = line.split()
+                local, peer = (int(f.rsplit(":", 1)[1], 16) for f in fields[1:3])
+                kernel[fields[9]] = _Row(local, peer, fields[3] == TCP_LISTEN)
+    rows = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile, or the listing's own descriptor
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            sock = socket.socket(fileno=os.dup(int(name)))
-            tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
-            if tcp and sock.type == socket.SOCK_STREAM:
-                found.append(sock)
-            else:
-                sock.close()
-    return found
+            link = os.readlink(f"/proc/self/fd/{name}")
+            row = kernel.get(link.removeprefix("socket:[").removesuffix("]"))
+            if row is not None:
+                rows[int(name)] = row
+    return rows

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 def first_compiles(folder: str | None) -> Iterator[None]:
     """Around compilation: alone for whoever comes first, together for all who come later.
 
-    With an empty cache the first compiles everything, once, with all cores; the others wait and load
-    its entries side by side. With a warm cache the wait is that of loading it. Without a cache
+    With an empty cache the first compiles everything, once, with all cores; the others wait and
+    load its entries side by side. With a warm cache the wait is that of loading it. Without a cache
     folder nobody waits, since there is nothing to share.
     """
     if folder is None:

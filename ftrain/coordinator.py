@@ -7,8 +7,8 @@ So worker 0 may die like any other. The supervisor launches it and speaks to it 
     stdout  ready <address>       once, when every task may come and go
             fenced <id>           the service has acknowledged
 
-When the control pipe closes, the supervisor is gone: the coordinator ends the groups it was told of, so that
-nothing that user code forked outlives the run, and then itself.
+When the control pipe closes, the supervisor is gone: the coordinator ends the groups it was told
+of, so that nothing that user code forked outlives the run, and then itself.
 """
 
 from __future__ import annotations
@@ -56,8 +56,13 @@ class Coordinator:
 
     def _client(self, task: int):
         return _jax.get_distributed_runtime_client(
-            self.address, task, init_timeout=10, shutdown_timeout=2,
-            heartbeat_timeout=self._heartbeat_timeout_s, use_compression=False)
+            self.address,
+            task,
+            init_timeout=10,
+            shutdown_timeout=2,
+            heartbeat_timeout=self._heartbeat_timeout_s,
+            use_compression=False,
+        )
 
     def _open(self) -> None:
         """Registers every task once and takes it back.

@@ -45,7 +45,7 @@ class Source:
     def __init__(self, dataset: Any, name: str):
         self.name = name
         self.length = _length(dataset, name)
-        self._fetch = _fetcher(dataset, self.length)
+        self._fetch = _fetcher(dataset, name, self.length)
         self._batch_first = isinstance(dataset, dict) or hasattr(dataset, "batch_at")
         first = self._fetch(np.zeros(1, np.int64))
         leaves, self.treedef = _flatten(first, f"{name}[0]")
@@ -64,69 +64,113 @@ class Source:
         leaves, treedef = _flatten(self._fetch(indices), self.name)
         where = f"{self.name}{[int(i) % self.length for i in indices[:4]]}"
         if treedef != self.treedef:
-            raise DatasetError(f"{where}: the sample's tree is {treedef}, sample 0 has "
-                               f"{self.treedef}; every sample must have the same tree")
-        return [self._like_first(leaf, path, first, len(indices), where)
-                for (path, leaf), first in zip(leaves, self.samples, strict=True)]
+            raise DatasetError(
+                f"{where}: the sample's tree is {treedef}, sample 0 has "
+                f"{self.treedef}; every sample must have the same tree"
+            )
+        return [
+            self._like_first(leaf, path, first, len(indices), where)
+            for (path, leaf), first in zip(leaves, self.samples, strict=True)
+        ]
 
-    def _like_first(self, leaf: Any, path: str, first: np.ndarray, samples: int,
-                    where: str) -> np.ndarray:
+    def _like_first(
+        self, leaf: Any, path: str, first: np.ndarray, samples: int, where: str
+    ) -> np.ndarray:
         array = np.asarray(leaf)
         wanted = (samples, *first.shape)
         same = jax.dtypes.canonicalize_dtype(array.dtype) == first.dtype
         if array.shape != wanted or not same:
-            raise DatasetError(f"{where}{path}: {array.dtype}{list(array.shape)}, sample 0 asks for "
-                               f"{first.dtype}{list(wanted)}; shapes and dtypes must not change")
-        return array.astype(first.dtype, copy=False)
+            raise DatasetError(
+                f"{where}{path}: {array.dtype}{list(array.shape)}, sample 0 asks for "
+                f"{first.dtype}{list(wanted)}; shapes and dtypes must not change"
+            )
+        narrow = array.astype(first.dtype, copy=False)
+        if (
+            array.dtype.kind in "iu"
+            and narrow.itemsize < array.itemsize
+            and np.any(narrow != array)
+        ):
+            raise DatasetError(
+                f"{where}{path}: {array.dtype} values that {first.dtype} cannot hold, and JAX "
+                "computes with that; make them smaller, or set JAX_ENABLE_X64=1"
+            )
+        return narrow
 
 
 def _length(dataset: Any, name: str) -> int:
     if isinstance(dataset, dict):
-        lengths = {key: len(value) for key, value in dataset.items()}
+        lengths = {key: len(_array(value, f"{name}[{key!r}]")) for key, value in dataset.items()}
         if len(set(lengths.values())) != 1:
-            raise DatasetError(f"{name}: the arrays of a dict must be equally long; they are "
-                               f"{lengths}")
+            raise DatasetError(
+                f"{name}: the arrays of a dict must be equally long; they are {lengths}"
+            )
         length = next(iter(lengths.values()))
     elif not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise DatasetError(f"{name}: {type(dataset).__name__} has no len() and [i]; ftrain needs "
-                           "random access, so that no fault repeats or skips a sample: give a "
-                           "dict of arrays, a class with both, or a grain.MapDataset")
+        raise DatasetError(
+            f"{name}: {type(dataset).__name__} has no len() and [i]; ftrain needs "
+            "random access, so that no fault repeats or skips a sample: give a "
+            "dict of arrays, a class with both, or a grain.MapDataset"
+        )
     else:
         length = len(dataset)
     if length < 1:
         raise DatasetError(f"{name}: has {length} samples; it needs at least 1")
     if length >= 2**62:
-        raise DatasetError(f"{name}: its length is not finite; leave out .repeat(), ftrain makes "
-                           "the epochs")
+        raise DatasetError(
+            f"{name}: its length is not finite; leave out .repeat(), ftrain makes the epochs"
+        )
     return length
 
 
-def _fetcher(dataset: Any, length: int) -> Callable[[np.ndarray], Any]:
+def _array(value: Any, where: str) -> np.ndarray:
+    """One array of a dict data set, samples along its first axis."""
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise DatasetError(f"{where}: {error}; its rows must be equally long") from None
+    if array.ndim < 1:
+        raise DatasetError(f"{where}: {array.dtype} without an axis of samples")
+    return array
+
+
+def _fetcher(dataset: Any, name: str, length: int) -> Callable[[np.ndarray], Any]:
     """A function from indices to a batch tree."""
     if isinstance(dataset, dict):
-        return lambda indices: {k: np.asarray(v)[indices % length] for k, v in dataset.items()}
+        arrays = {key: np.asarray(value) for key, value in dataset.items()}
+        return lambda indices: {key: array[indices % length] for key, array in arrays.items()}
     if hasattr(dataset, "batch_at"):
         return lambda indices: dataset.batch_at(indices % length)
     # grain is not imported to ask: epoch * length + index gives its random_map other augmentations
     # each epoch, and the same ones after any fault.
-    grain = any(c.__name__ == "MapDataset" and c.__module__.startswith("grain")
-                for c in type(dataset).__mro__)
-    return lambda indices: _stack([dataset[int(i if grain else i % length)] for i in indices],
-                                  [int(i) % length for i in indices])
+    grain = any(
+        c.__name__ == "MapDataset" and c.__module__.startswith("grain")
+        for c in type(dataset).__mro__
+    )
+    return lambda indices: _stack(
+        [dataset[int(i if grain else i % length)] for i in indices],
+        [int(i) % length for i in indices],
+        name,
+    )
 
 
-def _stack(samples: Sequence[Any], indices: Sequence[int]) -> Any:
-    flat = [_flatten(sample, f"sample {i}") for sample, i in zip(samples, indices, strict=True)]
+def _stack(samples: Sequence[Any], indices: Sequence[int], name: str) -> Any:
+    flat = [
+        _flatten(sample, f"{name}: sample {i}") for sample, i in zip(samples, indices, strict=True)
+    ]
     first_leaves, first_tree = flat[0]
     for (leaves, tree), i in zip(flat, indices, strict=True):
         if tree != first_tree:
-            raise DatasetError(f"sample {i} has the tree {tree}, sample {indices[0]} has "
-                               f"{first_tree}; every sample must have the same tree")
+            raise DatasetError(
+                f"{name}: sample {i} has the tree {tree}, sample {indices[0]} has "
+                f"{first_tree}; every sample must have the same tree"
+            )
         for (path, leaf), (_, first) in zip(leaves, first_leaves, strict=True):
             a, b = np.asarray(leaf), np.asarray(first)
             if (a.shape, a.dtype) != (b.shape, b.dtype):
-                raise DatasetError(f"sample {i}{path}: {a.dtype}{list(a.shape)}, sample "
-                                   f"{indices[0]} has {b.dtype}{list(b.shape)}; pad or cut them")
+                raise DatasetError(
+                    f"{name}: sample {i}{path}: {a.dtype}{list(a.shape)}, sample "
+                    f"{indices[0]} has {b.dtype}{list(b.shape)}; pad or cut them"
+                )
     columns = zip(*([np.asarray(leaf) for _, leaf in leaves] for leaves, _ in flat), strict=True)
     return jax.tree.unflatten(first_tree, [np.stack(column) for column in columns])
 
@@ -135,17 +179,17 @@ def _flatten(tree: Any, where: str) -> tuple[list[tuple[str, Any]], Any]:
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is None)
     for path, leaf in flat:
         if leaf is None:
-            raise DatasetError(f"{where}{jax.tree_util.keystr(path)}: None; a filtered data set "
-                               "has holes, select its indices beforehand instead")
+            raise DatasetError(
+                f"{where}{jax.tree_util.keystr(path)}: None; a filtered data set "
+                "has holes, select its indices beforehand instead"
+            )
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in flat], treedef
 
 
 def _checked_leaf(leaf: Any, path: str, where: str) -> np.ndarray:
     """Sample 0's leaf, without the batch axis, in the dtype that JAX will compute with."""
     array = np.asarray(leaf)
-    if array.dtype.kind not in "biufc" and not np.issubdtype(array.dtype, np.generic):
-        raise DatasetError(f"{where}{path}: {array.dtype}; samples hold numbers and arrays only")
-    if array.dtype.kind in "OUSMm":
+    if array.dtype.kind in "OUSMm" or array.dtype.names:
         raise DatasetError(f"{where}{path}: {array.dtype} is no number; encode it beforehand")
     if array.ndim < 1:
         raise DatasetError(f"{where}{path}: batch_at gave no batch axis")
@@ -155,8 +199,17 @@ def _checked_leaf(leaf: Any, path: str, where: str) -> np.ndarray:
 class ShardReader:
     """Reads the shards of a step in a background thread, and those of the next step ahead of it."""
 
-    def __init__(self, source: Source, *, seed: int, shuffle: bool, batch_size: int,
-                 batch_shards: int, prefetch_steps: int, threads: int):
+    def __init__(
+        self,
+        source: Source,
+        *,
+        seed: int,
+        shuffle: bool,
+        batch_size: int,
+        batch_shards: int,
+        prefetch_steps: int,
+        threads: int,
+    ):
         self._source, self._seed, self._shuffle = source, seed, shuffle
         self._batch_size, self._shard_size = batch_size, batch_size // batch_shards
         self._prefetch_steps = prefetch_steps
@@ -186,8 +239,9 @@ class ShardReader:
     def _fetch(self, cursor: int, shard: int) -> Batch:
         start = cursor + shard * self._shard_size
         positions = np.arange(start, start + self._shard_size, dtype=np.int64)
-        return self._source.batch(sample_indices(
-            positions, self._source.length, seed=self._seed, shuffle=self._shuffle))
+        return self._source.batch(
+            sample_indices(positions, self._source.length, seed=self._seed, shuffle=self._shuffle)
+        )
 
 
 def shards_of(rank: int, ranks: int, batch_shards: int) -> list[int]:

@@ -33,8 +33,9 @@ class Foreground:
             self._recorder.close()
             self._screen.line(f"ended at step {fields['step']}: {fields['reason']}")
         elif record in ("refused", "local_error"):
-            self._screen.line(str(fields["traceback"] or fields.get("message")
-                                  or fields.get("error")))
+            self._screen.line(
+                str(fields["traceback"] or fields.get("message") or fields.get("error"))
+            )
         elif record != "ready":
             import time
 
@@ -55,22 +56,31 @@ def main() -> int:
     from ftrain.coordinator import Coordinator
 
     given = Config.from_json(sys.argv[1])
-    config = given.model_copy(update={
-        "cluster": given.cluster.model_copy(update={"workers": 1, "min_workers": 1})})
+    config = given.model_copy(
+        update={"cluster": given.cluster.model_copy(update={"workers": 1, "min_workers": 1})}
+    )
     os.makedirs(config.run_dir, exist_ok=True)
     try:
         lock = RunLock(config.run_dir)
         if os.path.exists(os.path.join(config.run_dir, "config.yaml")):
-            raise ConfigError(f"{config.run_dir} belongs to a run; give debug another folder with "
-                              "--run-dir")
+            raise ConfigError(
+                f"{config.run_dir} belongs to a run; give debug another folder with --run-dir"
+            )
     except FtrainError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_REFUSED
     foreground = Foreground(config)
     coordinator = Coordinator(1, sys.argv[3], config.cluster.heartbeat_timeout_s)
     job = Assignment(
-        config=config.to_json(), worker=0, address=coordinator.address, platform=sys.argv[3],
-        base=sys.argv[2], records_fd=-1, beat_fd=-1, parent=os.getppid())
+        config=config.to_json(),
+        worker=0,
+        address=coordinator.address,
+        platform=sys.argv[3],
+        base=sys.argv[2],
+        records_fd=-1,
+        beat_fd=-1,
+        parent=os.getppid(),
+    )
     work(job, foreground.report, Beat(Beat.create("ftrain-beat")), foreground)
     del lock
 

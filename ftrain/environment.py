@@ -4,39 +4,41 @@ from __future__ import annotations
 
 import glob
 import importlib.util
-import os
 from collections.abc import Mapping
 
 from ftrain.config import Config
 from ftrain.errors import ConfigError
 
 GPU_FLAGS = {
-    # A failed NCCL collective must raise or be cancelled, not end the process (jax 0.10.2-0.12.0.1).
+    # A failed NCCL collective must raise or be cancelled, not end the process (jax
+    # 0.10.2-0.12.0.1).
     "--xla_gpu_nccl_terminate_on_error": "false",
     "--xla_gpu_nccl_async_execution": "true",
     "--xla_gpu_nccl_blocking_communicators": "false",
 }
 
 
-def resolve_platform(config: Config) -> str:
+def resolve_platform(config: Config, environ: Mapping[str, str]) -> str:
     """`cpu` or `gpu`; `auto` is the GPU where there is one and JAX has its plugin.
 
     Raises:
       ConfigError: more workers than GPUs.
     """
-    gpus = len(glob.glob("/dev/nvidia[0-9]*"))
+    gpus = len(visible_gpus(environ))
     wanted = config.cluster.platform
     if wanted == "auto":
         plugin = any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13))
         wanted = "gpu" if gpus and plugin else "cpu"
     if wanted == "gpu" and config.cluster.workers > gpus:
-        raise ConfigError(f"cluster.workers={config.cluster.workers}, and this machine has {gpus} "
-                          "GPUs; each worker takes one: lower workers, or set platform: cpu")
+        raise ConfigError(
+            f"cluster.workers={config.cluster.workers}, and {gpus} GPUs are there for it "
+            "(CUDA_VISIBLE_DEVICES, or the machine's); each worker takes one: lower workers, or "
+            "set platform: cpu"
+        )
     return wanted
 
 
-def worker_environment(config: Config, platform: str,
-                       environ: Mapping[str, str]) -> dict[str, str]:
+def worker_environment(config: Config, platform: str, environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of all workers; `own_environment` is what differs.
 
     Raises:
@@ -45,13 +47,18 @@ def worker_environment(config: Config, platform: str,
     env = dict(environ)
     if platform == "gpu":
         needed = GPU_FLAGS
-        env.update(JAX_PLATFORMS="cuda", XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE="1",
-                   XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT="1")
+        env.update(
+            JAX_PLATFORMS="cuda",
+            XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE="1",
+            XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT="1",
+        )
     else:
         # Beyond the watchdog's patience: it names the culprit, a collective's own timeout cannot.
         patience_s = max(600, 2 * int(config.cluster.hang_timeout_s))
-        needed = {"--xla_cpu_collective_timeout_seconds": str(patience_s),
-                  "--xla_force_host_platform_device_count": "1"}
+        needed = {
+            "--xla_cpu_collective_timeout_seconds": str(patience_s),
+            "--xla_force_host_platform_device_count": "1",
+        }
         env["JAX_PLATFORMS"] = "cpu"
     env["XLA_FLAGS"] = merge_flags(environ.get("XLA_FLAGS", ""), needed)
     env.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
@@ -60,12 +67,22 @@ def worker_environment(config: Config, platform: str,
     return env
 
 
-def own_environment(platform: str, worker: int, incarnation: int) -> dict[str, str]:
-    """What differs in the environment of one worker process."""
+def own_environment(
+    env: Mapping[str, str], platform: str, worker: int, incarnation: int
+) -> dict[str, str]:
+    """What differs from `worker_environment` in the environment of one worker process."""
     own = {"FTRAIN_WORKER_ID": str(worker), "FTRAIN_INCARNATION": str(incarnation)}
     if platform == "gpu":
-        own["CUDA_VISIBLE_DEVICES"] = str(worker)
+        own["CUDA_VISIBLE_DEVICES"] = visible_gpus(env)[worker]
     return own
+
+
+def visible_gpus(environ: Mapping[str, str]) -> list[str]:
+    """The GPUs that this run may use: those the user or the scheduler made visible, or all."""
+    given = environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return [gpu.strip() for gpu in given.split(",") if gpu.strip()]
+    return [str(i) for i in range(len(glob.glob("/dev/nvidia[0-9]*")))]
 
 
 def merge_flags(given: str, needed: Mapping[str, str]) -> str:
@@ -74,8 +91,10 @@ def merge_flags(given: str, needed: Mapping[str, str]) -> str:
     values = dict(flag.partition("=")[::2] for flag in flags)
     for name, value in needed.items():
         if values.get(name, value) != value:
-            raise ConfigError(f"XLA_FLAGS: {name}={values[name]}, ftrain needs {value}; take the "
-                              "flag out of XLA_FLAGS")
+            raise ConfigError(
+                f"XLA_FLAGS: {name}={values[name]}, ftrain needs {value}; take the "
+                "flag out of XLA_FLAGS"
+            )
         if name not in values:
             flags.append(f"{name}={value}")
     return " ".join(flags)

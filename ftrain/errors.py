@@ -82,7 +82,10 @@ class StateMismatchError(FtrainError):
         """The first difference of two lists of `path: dtype[shape]` lines."""
         ours = dict(line.rsplit(": ", 1) for line in mine)
         other = dict(line.rsplit(": ", 1) for line in theirs)
-        path = next(p for p in [*ours, *other] if ours.get(p) != other.get(p))
+        path = next((p for p in [*ours, *other] if ours.get(p) != other.get(p)), None)
+        if path is None:
+            path = "the order of leaves"
+            return cls(path, ", ".join(ours), ", ".join(other), worker=worker, donor=donor)
         return cls(path, ours.get(path), other.get(path), worker=worker, donor=donor)
 
 

@@ -1,7 +1,8 @@
 """Evaluation: the held-out samples in parts the size of a step, shared out like training shards.
 
-Only sums travel. A part is a block of its own: a death repeats that part, never a training step, and
-the sums so far are part of what a view agrees on. Sees the committed state; needs no randomness.
+Only sums travel. A part is a block of its own: a death repeats that part, never a training step,
+and the sums so far are part of what a view agrees on. Sees the committed state; needs no
+randomness.
 """
 
 from __future__ import annotations
@@ -22,16 +23,27 @@ from ftrain.user_metrics import check_metrics, metric_names
 class Evaluation:
     """The user's `evaluate` over its data set. Compiled when the first evaluation needs it."""
 
-    def __init__(self, trainer: Any, spec: StateSpec, source: Source, *, batch_size: int,
-                 batch_shards: int, compile: Callable[[Any], Any]):
+    def __init__(
+        self,
+        trainer: Any,
+        spec: StateSpec,
+        source: Source,
+        *,
+        batch_size: int,
+        batch_shards: int,
+        compile: Callable[[Any], Any],
+    ):
         self._trainer, self._spec, self._source = trainer, spec, source
         self._batch_size, self._batch_shards = batch_size, batch_shards
         self._shard_size, self._compile = batch_size // batch_shards, compile
         self._programs: dict[int, jax.stages.Compiled] = {}
         self.parts = -(-source.length // batch_size)
-        shapes = jax.eval_shape(self._evaluate, list(spec.leaves),
-                                source.shapes(min(self._shard_size, source.length)),
-                                *[jax.ShapeDtypeStruct((), jnp.int32)] * 2)
+        shapes = jax.eval_shape(
+            self._evaluate,
+            list(spec.leaves),
+            source.shapes(min(self._shard_size, source.length)),
+            *[jax.ShapeDtypeStruct((), jnp.int32)] * 2,
+        )
         self._sums = shapes.shape[0]
 
     def _evaluate(self, leaves: list, batch: list, step: Any, cursor: Any) -> jax.Array:
@@ -42,8 +54,10 @@ class Evaluation:
         check_metrics("evaluate", metrics)
         self.names = metric_names("evaluate", metrics)
         weight = jnp.asarray(weight, jnp.float32)
-        values = [jnp.where(weight > 0, jnp.asarray(metrics[n], jnp.float32) * weight, 0)
-                  for n in self.names]
+        values = [
+            jnp.where(weight > 0, jnp.asarray(metrics[n], jnp.float32) * weight, 0)
+            for n in self.names
+        ]
         return jnp.stack([*values, weight])
 
     def part(self, plane: DataPlane, state: Committed, part: int) -> list[float]:
@@ -71,5 +85,7 @@ class Evaluation:
     def means(self, sums: list[float]) -> dict[str, float]:
         """The metrics, from the sums of all parts."""
         *values, weight = sums
-        return {name: value / weight if weight else 0.0
-                for name, value in zip(self.names, values, strict=True)}
+        return {
+            name: value / weight if weight else 0.0
+            for name, value in zip(self.names, values, strict=True)
+        }

@@ -1,7 +1,7 @@
 """The run's two record files: `events.jsonl` and `metrics.jsonl`. Written by the supervisor alone.
 
-One JSON object a line, append-only, whole lines only: each is written in one call, and what a killed
-supervisor left of a last line is taken off before the next one writes.
+One JSON object a line, append-only, whole lines only: each is written in one call, and what a
+killed supervisor left of a last line is taken off before the next one writes.
 
 Every event has `t` (unix seconds), `event`, and where it applies `worker`, `pid`, `step`:
 
@@ -44,7 +44,7 @@ class LineFile:
         """Writes one line, whole."""
         data = (json.dumps(row, ensure_ascii=False) + "\n").encode()
         while data:
-            data = data[os.write(self._fd, data):]
+            data = data[os.write(self._fd, data) :]
 
 
 class EventLog(LineFile):

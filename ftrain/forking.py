@@ -27,8 +27,15 @@ class Template:
     def __init__(self, trainer: str, base: str, env: Mapping[str, str]):
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._ours.settimeout(FORK_TIMEOUT_S)
-        argv = [sys.executable, "-m", "ftrain.template", str(theirs.fileno()), trainer, base,
-                str(os.getpid())]
+        argv = [
+            sys.executable,
+            "-m",
+            "ftrain.template",
+            str(theirs.fileno()),
+            trainer,
+            base,
+            str(os.getpid()),
+        ]
         # BLAS threads would make it unsafe to fork; a value that the user has set is kept.
         env = {"OPENBLAS_NUM_THREADS": "1", **env}
         self.child = Child(lambda ends: launch(argv, env, ends, [theirs.fileno()]))
@@ -52,11 +59,13 @@ class Template:
 
     def is_stale(self) -> bool:
         """Whether a file of the user's has changed since the template imported it."""
-        return any(not os.path.exists(f) or os.stat(f).st_mtime != t
-                   for f, t in self._files.items())
+        return any(
+            not os.path.exists(f) or os.stat(f).st_mtime != t for f, t in self._files.items()
+        )
 
-    def fork(self, job: Mapping[str, Any], env: Mapping[str, str], beat_fd: int,
-             ends: Ends) -> int | None:
+    def fork(
+        self, job: Mapping[str, Any], env: Mapping[str, str], beat_fd: int, ends: Ends
+    ) -> int | None:
         """A new worker's pid; None if the template cannot be asked any more."""
         order = json.dumps({"job": job, "env": env}).encode()
         try:

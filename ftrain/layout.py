@@ -1,10 +1,10 @@
 """What a step sums over the workers, as flat buffers: one per dtype, [1, 1, n] on each device.
 
-    gradients             in the reduce dtype, times the shard's weight
-    loss, metrics, weight float32, times the weight
-    model state           changed floating leaves in float32, times the weight; other changed leaves
-                          as the bits of shard 0's, in uint32, where a sum with zeros is exact
-    stop                  float32: how many workers have been asked to stop
+gradients             in the reduce dtype, times the shard's weight
+loss, metrics, weight float32, times the weight
+model state           changed floating leaves in float32, times the weight; other changed leaves
+as the bits of shard 0's, in uint32, where a sum with zeros is exact
+stop                  float32: how many workers have been asked to stop
 """
 
 from __future__ import annotations
@@ -58,8 +58,10 @@ class Layout:
 
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
         """The buffers' shapes."""
-        return [jax.ShapeDtypeStruct((1, 1, size), dtype)
-                for size, dtype in zip(self.sizes, self.dtypes, strict=True)]
+        return [
+            jax.ShapeDtypeStruct((1, 1, size), dtype)
+            for size, dtype in zip(self.sizes, self.dtypes, strict=True)
+        ]
 
     def pack(self, placed: Sequence[tuple[Slot, jax.Array]]) -> list[jax.Array]:
         """Buffers holding every array at its slot; every slot of the layout once. Traced."""
@@ -73,7 +75,7 @@ class Layout:
     def take(self, buffers: Sequence[jax.Array], slot: Slot) -> jax.Array:
         """The array at `slot`. Traced."""
         flat = buffers[slot.group].reshape(-1)
-        return flat[slot.start:slot.start + slot.size].reshape(slot.shape)
+        return flat[slot.start : slot.start + slot.size].reshape(slot.shape)
 
 
 def to_words(x: jax.Array) -> jax.Array:
@@ -82,6 +84,8 @@ def to_words(x: jax.Array) -> jax.Array:
         return jax.random.key_data(x)
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
+    if jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8:
+        return to_words(x.astype(jnp.int8))  # there is no bitcast from 2 or 4 bits
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return to_words(jnp.stack([x.real, x.imag]))
     width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[x.dtype.itemsize]
@@ -94,6 +98,8 @@ def from_words(words: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
         return jax.random.wrap_key_data(words, impl=like.dtype._impl.name)
     if like.dtype == jnp.bool_:
         return words.astype(jnp.bool_)
+    if jnp.issubdtype(like.dtype, jnp.integer) and jnp.iinfo(like.dtype).bits < 8:
+        return from_words(words, jax.ShapeDtypeStruct(like.shape, jnp.int8)).astype(like.dtype)
     if jnp.issubdtype(like.dtype, jnp.complexfloating):
         part = jnp.finfo(like.dtype).dtype
         real, imag = from_words(words, jax.ShapeDtypeStruct((2, *like.shape), part))

@@ -108,12 +108,14 @@ class StepLoop:
                     self.beat.phase("barrier")
             except ProcessFailureError:
                 # All members come here together, with whatever the body computed uncommitted (R1).
+                if self.members.finished():
+                    return  # one of them has left, as all may (R8)
                 self._abort(view)
             else:
                 self._commit(view, new, time.perf_counter() - started)
 
     def _block(self, view: View) -> Outcome:
-        """What this block does, on uncommitted copies: nothing here is so until the barrier says."""
+        """What this block does, on uncommitted copies; the barrier decides whether it is so."""
         if view != self.agreed and not self._enter(view):
             return Outcome(self.state, self.progress, leave=True)
         self._after_last_commit(view)
@@ -127,8 +129,12 @@ class StepLoop:
 
     def _abort(self, view: View) -> None:
         alive = self.members.answered()
-        self.report("step_aborted", step=self.state.step + 1 if self.state else None,
-                    view=self.members.name, failed=[w for w in view.workers if w not in alive])
+        self.report(
+            "step_aborted",
+            step=self.state.step + 1 if self.state else None,
+            view=self.members.name,
+            failed=[w for w in view.workers if w not in alive],
+        )
         self.agreed = None
 
     def _commit(self, view: View, new: Outcome, seconds: float) -> None:
@@ -137,13 +143,24 @@ class StepLoop:
         self.progress = new.progress._replace(round=new.progress.round + 1)
         self.beat.round, self.beat.step = self.progress.round, self.state.step if self.state else -1
         if new.metrics is not None:
-            self.report("commit", step=self.state.step, samples=self.state.cursor,
-                        workers=view.workers, step_time_s=seconds, lineage=self.progress.lineage,
-                        eval_due=self._evaluation_due(), metrics=new.metrics)
+            self.report(
+                "commit",
+                step=self.state.step,
+                samples=self.state.cursor,
+                workers=view.workers,
+                step_time_s=seconds,
+                lineage=self.progress.lineage,
+                eval_due=self._evaluation_due(),
+                metrics=new.metrics,
+            )
             self.hook = new.metrics if view.lowest == self.members.me else None
         if new.evaluated is not None:
-            self.report("evaluated", step=self.state.step, metrics=new.evaluated,
-                        seconds=time.monotonic() - self.evaluating_since)
+            self.report(
+                "evaluated",
+                step=self.state.step,
+                metrics=new.evaluated,
+                seconds=time.monotonic() - self.evaluating_since,
+            )
             self.evaluating_since = None
 
     # A new view.
@@ -152,9 +169,14 @@ class StepLoop:
         """Settles a new view and gives its members the state of one; False if the run is over."""
         started = time.perf_counter()
         self.beat.phase("settle")
-        holds = self.members.settle(view, {
-            "step": self.state.step if self.state else None, "progress": self.progress,
-            "spec": self.spec.fingerprint()})
+        holds = self.members.settle(
+            view,
+            {
+                "step": self.state.step if self.state else None,
+                "progress": self.progress,
+                "spec": self.spec.fingerprint(),
+            },
+        )
         # R5: blank ranks below every step, and of those furthest ahead the lowest gives.
         ahead = {w: -1 if holds[w]["step"] is None else holds[w]["step"] for w in view.workers}
         donor = min(view.workers, key=lambda w: (-ahead[w], w))
@@ -169,13 +191,20 @@ class StepLoop:
         self._open_plane(view)
         self._sync(view, donor, [w for w in view.workers if 0 <= ahead[w] == ahead[donor]])
         progress = Progress(*self.members.read("progress"))
-        # A stop that one has committed is everybody's, kept whatever becomes of this block: none may
-        # train on while another leaves.
+        # A stop that one has committed is everybody's, kept whatever becomes of this block: none
+        # may train on while another leaves.
         stopping = [Progress(*holds[w]["progress"]).stopping for w in view.workers]
         self.progress = progress._replace(
-            stopping=progress.stopping or next(filter(None, stopping), ""))
-        self.report("view_changed", view=self.members.name, workers=view.workers, step=self.state.step,
-                    lineage=self.progress.lineage, seconds=time.perf_counter() - started)
+            stopping=progress.stopping or next(filter(None, stopping), "")
+        )
+        self.report(
+            "view_changed",
+            view=self.members.name,
+            workers=view.workers,
+            step=self.state.step,
+            lineage=self.progress.lineage,
+            seconds=time.perf_counter() - started,
+        )
         return True
 
     def _begin(self) -> None:
@@ -189,8 +218,13 @@ class StepLoop:
         self.beat.phase("sync")
         self.plane = None
         self.forget_view()
-        self.plane = DataPlane(self.members.open_devices(view), view.workers, self.members.me,
-                               self.programs.buffer_shapes, self.compile)
+        self.plane = DataPlane(
+            self.members.open_devices(view),
+            view.workers,
+            self.members.me,
+            self.programs.buffer_shapes,
+            self.compile,
+        )
 
     def _sync(self, view: View, donor: int, holders: list[int]) -> None:
         self.beat.phase("sync")
@@ -199,16 +233,25 @@ class StepLoop:
         # R6: verified, so committed at once: the donor may die in this very step.
         self.state = synced.state
         if self.members.me != donor and self.members.me not in holders:
-            self.report("state_synced", donor=donor, step=self.state.step, digest=synced.digest,
-                        bytes=synced.bytes_moved, seconds=time.perf_counter() - started)
+            self.report(
+                "state_synced",
+                donor=donor,
+                step=self.state.step,
+                digest=synced.digest,
+                bytes=synced.bytes_moved,
+                seconds=time.perf_counter() - started,
+            )
 
     def _check_same_spec(self, donor: int, holds: dict[int, dict[str, Any]]) -> None:
         """Refuses to take part with another tree than the donor's, naming the leaf (R6)."""
         theirs = holds[donor]["spec"]
         if theirs != self.spec.fingerprint():
             raise StateMismatchError.between(
-                self.spec.lines(), self.members.read_spec(theirs),
-                worker=f"worker {self.members.me}", donor=f"worker {donor} (the donor)")
+                self.spec.lines(),
+                self.members.read_spec(theirs),
+                worker=f"worker {self.members.me}",
+                donor=f"worker {donor} (the donor)",
+            )
 
     # The things a block may do.
 
@@ -226,8 +269,9 @@ class StepLoop:
         new_state, metrics, stop = self.programs.update(self.state, sums, self.config.batch_size)
         every = self.config.digest_every_steps
         if every and new_state.step % every == 0:
-            metrics["digest"] = digest(self.spec, new_state.step, new_state.cursor,
-                                       to_host(new_state.leaves)).hex()
+            metrics["digest"] = digest(
+                self.spec, new_state.step, new_state.cursor, to_host(new_state.leaves)
+            ).hex()
         # The request to stop travelled in the sums: all stop at one step.
         return Outcome(new_state, self.progress._replace(stopping="stop" if stop else ""), metrics)
 
@@ -247,8 +291,9 @@ class StepLoop:
         if self.progress.eval_sums:
             sums = [a + b for a, b in zip(self.progress.eval_sums, sums, strict=True)]
         if part + 1 < self.evaluation.parts:
-            return Outcome(self.state, self.progress._replace(eval_part=part + 1,
-                                                              eval_sums=tuple(sums)))
+            return Outcome(
+                self.state, self.progress._replace(eval_part=part + 1, eval_sums=tuple(sums))
+            )
         done = self.progress._replace(evaluated=self.state.step, eval_part=0, eval_sums=())
         return Outcome(self.state, done, evaluated=self.evaluation.means(sums))
 
@@ -290,8 +335,10 @@ class StepLoop:
             metrics, self.hook = self.hook, None
             step, cursor = np.int32(self.state.step), np.int64(self.state.cursor)
             self.trainer.after_commit(
-                self.state.step, dict(metrics),
-                self.spec.train_state(step, cursor, self.state.leaves))
+                self.state.step,
+                dict(metrics),
+                self.spec.train_state(step, cursor, self.state.leaves),
+            )
         every = self.config.checkpoint.every_steps
         due = every and self.state.step and self.state.step % every == 0
         if due and view.lowest == self.members.me and not self._evaluation_due():

@@ -59,8 +59,12 @@ class View:
 class Members:
     """This worker's membership, and what it says to and hears from the other members."""
 
-    def __init__(self, runtime: Runtime, report: Callable[..., None],
-                 local_error: Callable[[BaseException], NoReturn]):
+    def __init__(
+        self,
+        runtime: Runtime,
+        report: Callable[..., None],
+        local_error: Callable[[BaseException], NoReturn],
+    ):
         self._runtime, self._report, self._local_error = runtime, report, local_error
         self._store = runtime.store
         self.me = runtime.worker
@@ -92,8 +96,10 @@ class Members:
         """
         answer = {d.process_index: i for d, i in live_devices.devices.items()}
         if answer.get(self.me) != self._incarnation:
-            self._end(f"the barrier's answer {answer} has not incarnation {self._incarnation} of "
-                      f"worker {self.me}: it was declared dead and may be replaced")
+            self._end(
+                f"the barrier's answer {answer} has not incarnation {self._incarnation} of "
+                f"worker {self.me}: it was declared dead and may be replaced"
+            )
         return View(tuple(sorted(answer.items())))
 
     def answered(self) -> list[int]:
@@ -109,10 +115,10 @@ class Members:
         """Around the body of a block, inside `live_devices`: a failed attempt fails for everybody.
 
         `live_devices` alone tells the members of an error only if a process died. So this worker
-        takes a new incarnation before it reaches the exit barrier: then the barrier tells everybody,
-        itself included, and all abort together (rule R3). Anything but `AttemptFailedError` is this
-        worker's own error and ends the process here: at the barrier it would wait for peers that
-        wait for it in a collective.
+        takes a new incarnation before it reaches the exit barrier: then the barrier tells
+        everybody, itself included, and all abort together (rule R3). Anything but
+        `AttemptFailedError` is this worker's own error and ends the process here: at the barrier it
+        would wait for peers that wait for it in a collective.
         """
         try:
             yield
@@ -138,8 +144,8 @@ class Members:
         found = self._client.get_live_nodes([self.me]).get(self.me)
         if found != self._incarnation:
             self._end(f"worker {self.me} is incarnation {found} now, not {self._incarnation}")
-        # The newest is kept for its heartbeats; barriers and keys stay on the first. The one between
-        # goes, and says nothing as it does (shutdown_on_destruction=False).
+        # The newest is kept for its heartbeats; barriers and keys stay on the first. The one
+        # between goes, and says nothing as it does (shutdown_on_destruction=False).
         self._newest = self._runtime.connect_member()
         self._incarnation = self._newest.get_live_nodes([self.me]).get(self.me)
 
@@ -155,9 +161,9 @@ class Members:
         here is really there. What each holds is published under the view's own name before the
         meeting and read after it; a key that is overwritten could be read late.
 
-        The same incarnations can come back (a joiner came and died, and no attempt failed by it), so
-        keys and barrier carry the count of uses too; the members agree on it, since each has seen
-        every use (found by the protocol model: a stop that was published first was not seen).
+        The same incarnations can come back (a joiner came and died, and no attempt failed by it),
+        so keys and barrier carry the count of uses too; the members agree on it, since each has
+        seen every use (found by the protocol model: a stop that was published first was not seen).
 
         Args:
           view: a view that is not agreed on yet.
@@ -176,7 +182,8 @@ class Members:
             self._store.key_value_set(self._key(f"holds/{self.me}"), json.dumps(mine))
             self._clean(view, keep=2)
             self._client.wait_at_barrier(
-                f"ftrain/settle/{self.name}", SETTLE_TIMEOUT_S * 1000, view.workers)
+                f"ftrain/settle/{self.name}", SETTLE_TIMEOUT_S * 1000, view.workers
+            )
             return self._read_ids(self._key("holds"))
 
     @property
@@ -196,7 +203,8 @@ class Members:
             self._store.key_value_set(self._key(f"ports/{self.me}"), json.dumps(sorted(own)))
         failed, ports = self._key("failed"), self._key("ports")
         self._cutter = communicators.Cutter(
-            lambda: self._wait_for_failure(failed), lambda: self._peer_ports(ports), own)
+            lambda: self._wait_for_failure(failed), lambda: self._peer_ports(ports), own
+        )
         return [d for d in devices if d.process_index in view.workers]
 
     def publish(self, what: str, value: Any) -> None:
@@ -207,8 +215,9 @@ class Members:
     def read(self, what: str) -> Any:
         """What the donor published before the collective that has just ended."""
         with _calls_that_fail(f"reading {what}"):
-            return json.loads(self._store.blocking_key_value_get(
-                self._key(what), SETTLE_TIMEOUT_S * 1000))
+            return json.loads(
+                self._store.blocking_key_value_get(self._key(what), SETTLE_TIMEOUT_S * 1000)
+            )
 
     def _wait_for_failure(self, key: str) -> None:
         try:
@@ -262,8 +271,9 @@ class Members:
 
     def publish_spec(self, fingerprint: str, leaves: list[str]) -> None:
         """Lets a worker whose state tree differs say in what (rule R6)."""
-        self._store.key_value_set(SPEC_PREFIX + fingerprint, json.dumps(leaves),
-                                  allow_overwrite=True)
+        self._store.key_value_set(
+            SPEC_PREFIX + fingerprint, json.dumps(leaves), allow_overwrite=True
+        )
 
     def read_spec(self, fingerprint: str) -> list[str]:
         """The leaves that `publish_spec` was given."""

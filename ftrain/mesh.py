@@ -2,8 +2,9 @@
 
 All that crosses workers is a flat buffer per device, `[workers, devices_per_worker, n]` on the axes
 ("worker", "device"), summed over "worker" only. With replicated parameters the device axis has size
-one today; parameters sharded inside a worker would each travel with their own device. Only the small
-program made here belongs to a view; the heavy ones hold no collective and survive it (rule R10).
+one today; parameters sharded inside a worker would each travel with their own device. Only the
+small program made here belongs to a view; the heavy ones hold no collective and survive it (rule
+R10).
 """
 
 from __future__ import annotations
@@ -33,8 +34,14 @@ class DataPlane:
       compile: compiles a lowered program.
     """
 
-    def __init__(self, devices: Sequence[jax.Device], workers: Sequence[int], me: int,
-                 shapes: Sequence[jax.ShapeDtypeStruct], compile: Callable[[Any], Any]):
+    def __init__(
+        self,
+        devices: Sequence[jax.Device],
+        workers: Sequence[int],
+        me: int,
+        shapes: Sequence[jax.ShapeDtypeStruct],
+        compile: Callable[[Any], Any],
+    ):
         self.workers = list(workers)
         self.rank = self.workers.index(me)
         self._shapes, self._compile = list(shapes), compile
@@ -46,15 +53,15 @@ class DataPlane:
     def gather(self, row: bytes, size: int) -> list[bytes]:
         """Every member's `row` of `size` bytes, by rank; zeros where a member gave b"".
 
-        A collective, as `sum`. The bytes travel as numbers in the buffers of a step, which are exact
-        in float32, so that no program but the step's is needed.
+        A collective, as `sum`. The bytes travel as numbers in the buffers of a step, which are
+        exact in float32, so that no program but the step's is needed.
         """
         buffers = [np.zeros(s.shape, s.dtype) for s in self._shapes]
         table = next(i for i, s in enumerate(self._shapes) if s.dtype == jnp.float32)
         start = self.rank * size
-        buffers[table][0, 0, start:start + len(row)] = np.frombuffer(row, np.uint8)
+        buffers[table][0, 0, start : start + len(row)] = np.frombuffer(row, np.uint8)
         summed = self.sum([jax.device_put(b, self._home) for b in buffers])
-        flat = np.asarray(summed[table]).reshape(-1)[:len(self.workers) * size]
+        flat = np.asarray(summed[table]).reshape(-1)[: len(self.workers) * size]
         return [r.tobytes() for r in flat.astype(np.uint8).reshape(-1, size)]
 
     def sum(self, buffers: Buffers) -> Buffers:
@@ -72,7 +79,10 @@ class DataPlane:
             shards = [jax.device_put(b, self._device) for b in buffers]
             joined = [
                 jax.make_array_from_single_device_arrays(
-                    (len(self.workers), *b.shape[1:]), sharding, [b]) for b in shards]
+                    (len(self.workers), *b.shape[1:]), sharding, [b]
+                )
+                for b in shards
+            ]
             summed = jax.block_until_ready(self._program(joined)(joined))
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             # gloo surfaces as ValueError from a jitted call, as JaxRuntimeError when a group cannot
@@ -87,6 +97,9 @@ class DataPlane:
         if shapes not in self._programs:
             summed = jax.shard_map(
                 lambda parts: [jax.lax.psum(part, "worker") for part in parts],
-                mesh=self._mesh, in_specs=P("worker", "device"), out_specs=P(None, "device"))
+                mesh=self._mesh,
+                in_specs=P("worker", "device"),
+                out_specs=P(None, "device"),
+            )
             self._programs[shapes] = self._compile(jax.jit(summed).lower(buffers))
         return self._programs[shapes]

@@ -16,7 +16,7 @@ def sample_indices(positions: np.ndarray, length: int, *, seed: int, shuffle: bo
     """The samples at `positions` of the endless sequence of epochs.
 
     Args:
-      positions: int64, counted from the start of the run; epoch e covers e*length .. (e+1)*length-1.
+      positions: int64, counted from the start of the run; epoch e begins at e * length.
       length: samples in the data set, >= 1.
       seed: of the run.
       shuffle: False gives every epoch in order.
@@ -41,8 +41,8 @@ def permute(values: np.ndarray, length: int, *, key: tuple[int, int]) -> np.ndar
     half = max(1, (max(1, int(length - 1).bit_length()) + 1) // 2)
     round_keys = np.random.SeedSequence(key).generate_state(ROUNDS, np.uint64)
     out = _feistel(np.asarray(values, np.uint64), half, round_keys)
-    # The network permutes 0 .. 4**half - 1, less than 4 * length numbers: who falls outside walks on
-    # along its cycle until it is inside.
+    # The network permutes 0 .. 4**half - 1, less than 4 * length numbers: who falls outside walks
+    # on along its cycle until it is inside.
     outside = out >= length
     while outside.any():
         out[outside] = _feistel(out[outside], half, round_keys)

@@ -1,4 +1,4 @@
-"""Child processes of the supervisor: started, heard line by line, killed with all they forked, reaped."""
+"""The supervisor's child processes: started, heard line by line, killed with theirs, reaped."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Ends(NamedTuple):
 
 
 class Pipe:
-    """The reading end of a pipe, cut into whole lines; bytes that are no UTF-8 are shown escaped."""
+    """The reading end of a pipe, as whole lines; bytes that are no UTF-8 are shown escaped."""
 
     def __init__(self, fd: int):
         self.fd = fd
@@ -128,13 +128,19 @@ class Child:
         self._control = -1
 
 
-def launch(argv: Sequence[str], env: Mapping[str, str], ends: Ends,
-           inherit: Sequence[int] = ()) -> int:
+def launch(
+    argv: Sequence[str], env: Mapping[str, str], ends: Ends, inherit: Sequence[int] = ()
+) -> int:
     """Starts a program with the pipes' ends; returns its pid. `{control}` in argv is replaced."""
     process = subprocess.Popen(
-        [part.format(control=ends.control) for part in argv], env=dict(env),
-        stdin=subprocess.DEVNULL, stdout=ends.stdout, stderr=ends.stderr,
-        pass_fds=[ends.control, ends.records, *inherit], start_new_session=True)
+        [part.format(control=ends.control) for part in argv],
+        env=dict(env),
+        stdin=subprocess.DEVNULL,
+        stdout=ends.stdout,
+        stderr=ends.stderr,
+        pass_fds=[ends.control, ends.records, *inherit],
+        start_new_session=True,
+    )
     process.returncode = 0  # reaped by us; the object has nothing to warn of
     return process.pid
 

@@ -30,12 +30,14 @@ class Recorder:
         self.step = max((row["step"] for row in read_lines(self._metrics.path)), default=0)
         self.highest = self.step  # over all lineages
         self.committed = False  # whether this supervisor has seen a commit
+        self.aborts = 0  # failed attempts, all
         self.aborts_in_place = 0  # failed attempts at one step with nobody dead
         self.replicas_differ = ""  # what, once they do
         self._lineage = (0, 0)
         self._held: Record | None = None  # a line that waits for its evaluation
         self._seen: set[tuple[Any, ...]] = set()
-        self._digests: dict[int, dict[int, str]] = {}  # step -> worker -> digest
+        # (generation, lineage, step) -> worker -> digest
+        self._digests: dict[tuple[int, ...], dict[int, str]] = {}
 
     def take(self, worker: int, record: Record, generation: int = 0) -> None:
         """Takes in a record. `generation` counts coordinators: each begins lineages anew."""
@@ -57,7 +59,7 @@ class Recorder:
         step = record["step"]
         digest = record["metrics"].pop("digest", None)
         if digest:
-            self._compare(worker, step, digest, record["workers"])
+            self._compare(worker, (*lineage, step), digest, record["workers"])
         if lineage == self._lineage and step <= self.step:
             return
         rewound = step <= self.highest
@@ -65,8 +67,13 @@ class Recorder:
         self.committed, self.aborts_in_place = True, 0
         metrics = record.pop("metrics")
         eval_due = record.pop("eval_due")
-        line = {"t": record["t"], "step": step, "loss": metrics.pop("loss"),
-                **{k: record[k] for k in ("samples", "workers", "step_time_s")}, **metrics}
+        line = {
+            "t": record["t"],
+            "step": step,
+            "loss": metrics.pop("loss"),
+            **{k: record[k] for k in ("samples", "workers", "step_time_s")},
+            **metrics,
+        }
         if digest:
             line["digest"] = digest
         if rewound:
@@ -79,20 +86,22 @@ class Recorder:
 
     def _write_held(self, evaluated: dict[str, float]) -> None:
         if self._held is not None:
-            self._metrics.append(
-                {**self._held, **{f"eval_{k}": v for k, v in evaluated.items()}})
+            self._metrics.append({**self._held, **{f"eval_{k}": v for k, v in evaluated.items()}})
             self._held = None
 
-    def _compare(self, worker: int, step: int, digest: str, workers: Sequence[int]) -> None:
-        """Holds the digests of a step against one another."""
-        seen = self._digests.setdefault(step, {})
+    def _compare(
+        self, worker: int, at: tuple[int, ...], digest: str, workers: Sequence[int]
+    ) -> None:
+        """Holds the digests of one step, of one history, against one another."""
+        seen, step = self._digests.setdefault(at, {}), at[-1]
         seen[worker] = digest
         if len(set(seen.values())) > 1:
             self.replicas_differ = f"step {step}: " + ", ".join(
-                f"worker {w} has {d[:16]}" for w, d in sorted(seen.items()))
+                f"worker {w} has {d[:16]}" for w, d in sorted(seen.items())
+            )
         elif set(seen) >= set(workers):
             self._log("digest_agreed", step=step, workers=sorted(seen), digest=digest)
-            for old in [s for s in self._digests if s <= step]:
+            for old in [a for a in self._digests if a <= at]:
                 del self._digests[old]
 
     def _on_evaluated(self, worker: int, record: Record, generation: int) -> None:
@@ -107,12 +116,21 @@ class Recorder:
 
     def _on_step_aborted(self, worker: int, record: Record, generation: int) -> None:
         if self._first("aborted", record["view"]):
+            self.aborts += 1
             self.aborts_in_place = 0 if record["failed"] else self.aborts_in_place + 1
             self._event("step_aborted", record, "step", "failed")
 
     def _on_state_synced(self, worker: int, record: Record, generation: int) -> None:
-        self._event("state_synced", {"worker": worker, **record},
-                    "worker", "donor", "step", "bytes", "seconds", "digest")
+        self._event(
+            "state_synced",
+            {"worker": worker, **record},
+            "worker",
+            "donor",
+            "step",
+            "bytes",
+            "seconds",
+            "digest",
+        )
 
     def _on_checkpoint_saved(self, worker: int, record: Record, generation: int) -> None:
         self._event("checkpoint_saved", record, "step", "seconds", "tier")

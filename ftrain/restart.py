@@ -48,17 +48,28 @@ class LocalErrors:
     def __init__(self, workers: int):
         self._workers = workers
         self._first: dict[str, str] = {}  # error -> first traceback
-        self._steps: dict[str, set[int]] = collections.defaultdict(set)
+        # error -> where it came: (step, worker, attempts that the run had given up by then)
+        self._came: dict[str, list[tuple[int, int, int]]] = collections.defaultdict(list)
         self._on: dict[str, set[int]] = collections.defaultdict(set)
 
-    def crash_loop(self, worker: int, step: int, error: str, traceback: str) -> str | None:
+    def crash_loop(
+        self, worker: int, step: int, attempt: int, error: str, traceback: str
+    ) -> str | None:
         """Why the run must stop, with the first traceback last; None if the worker may try again.
 
-        It must if the same error comes again at the same step, or has come on every worker.
+        It must if the same error comes again at the same step, or has come on every worker. Two
+        workers in one attempt are one time: what both met may have been passing.
+
+        Args:
+          worker: whose error.
+          step: that it was at.
+          attempt: how many attempts the run had given up before this one.
+          error: its type and message.
+          traceback: the user's part.
         """
         self._first.setdefault(error, traceback or error)
-        again = step in self._steps[error]
-        self._steps[error].add(step)
+        again = any(step == s and (worker == w or attempt != a) for s, w, a in self._came[error])
+        self._came[error].append((step, worker, attempt))
         self._on[error].add(worker)
         if again:
             why = f"the same error came again at step {step}"

@@ -1,4 +1,4 @@
-"""One supervisor a run directory: a lock that dies with its holders, so a stale one is not in the way."""
+"""One supervisor a run directory: a lock that dies with its holders, so none is ever stale."""
 
 from __future__ import annotations
 
@@ -51,5 +51,5 @@ def _is_alive(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # reaped before, or while, it is read
         return False

@@ -1,13 +1,15 @@
 """JAX as ftrain starts it: clients of the coordination service, backends, compilation cache.
 
 This file and `membership`, `worker`, `coordinator` are the only ones that name JAX's distributed
-internals. Each private name was checked on jax 0.10.2 and 0.12.0.1 (CPU); `versions` refuses others.
+internals. Each private name was checked on jax 0.10.2 and 0.12.0.1 (CPU); `versions` refuses
+others.
 
 Every worker holds two tasks of the coordination service. Its *store* task (id `workers + i`) is
 connected while the worker warms up and carries the key-value store: backends and gloo need it. Its
 *member* task (id `i`) is what the liveness barrier counts, and is connected last, when the worker
-could call the barrier at once (rule R9): the others never wait for a process that is still importing.
-(A client may not touch the store before it has connected: the service ends the process. Seen on both.)
+could call the barrier at once (rule R9): the others never wait for a process that is still
+importing. (A client may not touch the store before it has connected: the service ends the process.
+Seen on both.)
 """
 
 from __future__ import annotations
@@ -54,8 +56,9 @@ def make_client(address: str, task: int, *, heartbeat_timeout_s: float, owned: b
 class Runtime:
     """JAX's state in one worker process: its store client, its default backend, new CPU clients."""
 
-    def __init__(self, *, address: str, worker: int, workers: int, platform: str,
-                 heartbeat_timeout_s: float):
+    def __init__(
+        self, *, address: str, worker: int, workers: int, platform: str, heartbeat_timeout_s: float
+    ):
         self.worker, self.workers, self.platform = worker, workers, platform
         self._address, self._heartbeat_timeout_s = address, heartbeat_timeout_s
         jax.config.update("jax_enable_recoverability", True)
@@ -64,8 +67,9 @@ class Runtime:
             # Only the first start needs all workers; a slow data set of one must not fail the rest.
             jax.config.update("jax_cpu_get_local_topology_timeout_minutes", 24 * 60)
             jax.config.update("jax_cpu_get_global_topology_timeout_minutes", 24 * 60)
-        self.store = make_client(address, workers + worker,
-                                 heartbeat_timeout_s=heartbeat_timeout_s, owned=False)
+        self.store = make_client(
+            address, workers + worker, heartbeat_timeout_s=heartbeat_timeout_s, owned=False
+        )
         self.store.connect()
 
     def start_backend(self) -> None:
@@ -75,7 +79,10 @@ class Runtime:
         """
         state = distributed.global_state
         state.client, state.process_id, state.num_processes = (
-            self.store, self.worker, self.workers)
+            self.store,
+            self.worker,
+            self.workers,
+        )
         if self.worker == 0:
             # Process 0 publishes the topology and JAX does not overwrite: a restarted process 0
             # fails with ALREADY_EXISTS unless the old one is gone.
@@ -91,8 +98,9 @@ class Runtime:
 
     def connect_member(self) -> Client:
         """Registers this worker under its own id: a new incarnation, counted by the barrier."""
-        client = make_client(self._address, self.worker,
-                             heartbeat_timeout_s=self._heartbeat_timeout_s, owned=False)
+        client = make_client(
+            self._address, self.worker, heartbeat_timeout_s=self._heartbeat_timeout_s, owned=False
+        )
         client.connect()
         return client
 
@@ -117,7 +125,8 @@ class Runtime:
         try:
             # The loopback name is given: the machine's own may resolve to nothing.
             collectives = _jax.make_gloo_tcp_collectives(
-                distributed_client=self.store, hostname="127.0.0.1")
+                distributed_client=self.store, hostname="127.0.0.1"
+            )
             client = xla_bridge.make_cpu_client(collectives)
         finally:
             distributed.global_state.client = member
@@ -136,7 +145,7 @@ class Runtime:
 
 
 def use_compile_cache(folder: str | None) -> None:
-    """Points JAX's persistent compilation cache to `folder`, for programs of any size; None: off."""
+    """Points JAX's compilation cache to `folder`, for programs of any size; None: off."""
     if folder is None:
         return
     jax.config.update("jax_compilation_cache_dir", folder)
@@ -152,15 +161,19 @@ def shares_compile_cache() -> Iterator[None]:
     process 0 alone write, which here may be the one that is away: backends know their process
     already, so the number can be lent. And on CPU (not on GPU) jax/_src/cache_key.py puts the
     device's number into the key, in the options and in the topology's fingerprint, so that each
-    worker would compile the same program for itself: 4 x 4.5 CPU-seconds at the digits' first start.
+    worker would compile the same program for itself: 4 x 4.5 CPU-seconds at the digits' first
+    start.
     """
     state = distributed.global_state
     mine, state.process_id = state.process_id, 0
-    options, accelerators = (cache_key._hash_serialized_compile_options,
-                             cache_key._hash_accelerator_config)
+    options, accelerators = (
+        cache_key._hash_serialized_compile_options,
+        cache_key._hash_accelerator_config,
+    )
     if xla_bridge.get_backend().platform == "cpu":
-        cache_key._hash_serialized_compile_options = (
-            lambda into, given, **_: options(into, given, strip_device_assignment=True))
+        cache_key._hash_serialized_compile_options = lambda into, given, **_: options(
+            into, given, strip_device_assignment=True
+        )
         cache_key._hash_accelerator_config = lambda into, _: into.update(_processor())
     try:
         yield

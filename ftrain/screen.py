@@ -1,4 +1,4 @@
-"""What the user sees: lines that stay, and on a terminal one status line that moves with the run."""
+"""What the user sees: lines that stay, and on a terminal one status line that moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's place in the run, whichever process fills it: started, failed, fenced, started again."""
+"""A worker's place in the run, whichever process fills it."""
 
 from __future__ import annotations
 
@@ -56,6 +56,9 @@ class Slot:
             return self.refused["message"]
         if ended.signal is not None:
             return ended.signal
-        known = {WORKER_REFUSED: "its trainer or data", WORKER_LOCAL_ERROR: "an error of its own",
-                 WORKER_LOST_MEMBERSHIP: "being declared dead"}
+        known = {
+            WORKER_REFUSED: "its trainer or data",
+            WORKER_LOCAL_ERROR: "an error of its own",
+            WORKER_LOST_MEMBERSHIP: "being declared dead",
+        }
         return known.get(ended.exit_code or 0, f"exit code {ended.exit_code}")

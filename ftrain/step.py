@@ -12,13 +12,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
 from ftrain.errors import TrainerError
 from ftrain.layout import Layout, from_words, to_words
 from ftrain.mesh import Buffers
-from ftrain.state import Committed, Init, Loss, StateSpec, describe, from_host, spec_of, to_host
+from ftrain.state import (
+    Committed,
+    Init,
+    Loss,
+    StateSpec,
+    TrainState,
+    describe,
+    from_host,
+    spec_of,
+    to_host,
+)
 from ftrain.user_metrics import check_metrics, metric_names
 
 
@@ -27,9 +38,11 @@ def state_spec(trainer: Any, seed: int) -> StateSpec:
     init = jax.eval_shape(lambda: as_init(trainer.init_params(jax.random.key(seed))))
     for path, leaf in jax.tree_util.tree_leaves_with_path(init.params):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise TrainerError(f"init_params: params{jax.tree_util.keystr(path)} is "
-                               f"{describe(leaf)}; parameters are floating, put other leaves into "
-                               "model_state: ftrain.Init(params, model_state)")
+            raise TrainerError(
+                f"init_params: params{jax.tree_util.keystr(path)} is "
+                f"{describe(leaf)}; parameters are floating, put other leaves into "
+                "model_state: ftrain.Init(params, model_state)"
+            )
     return spec_of(init.params, jax.eval_shape(trainer.tx.init, init.params), init.model_state)
 
 
@@ -57,9 +70,18 @@ class StepPrograms:
       table_size: floats that the float32 buffer has room for at least, see `DataPlane.gather`.
     """
 
-    def __init__(self, trainer: Any, spec: StateSpec, batch_shapes: Sequence[jax.ShapeDtypeStruct],
-                 batch_tree: Any, *, seed: int, samples: int, reduce_dtype: str,
-                 table_size: int = 0):
+    def __init__(
+        self,
+        trainer: Any,
+        spec: StateSpec,
+        batch_shapes: Sequence[jax.ShapeDtypeStruct],
+        batch_tree: Any,
+        *,
+        seed: int,
+        samples: int,
+        reduce_dtype: str,
+        table_size: int = 0,
+    ):
         self._trainer, self._spec = trainer, spec
         self._batch_tree, self._seed, self._samples = batch_tree, seed, samples
         self._params, self._opt, self._model = spec.split(spec.leaves)
@@ -72,39 +94,58 @@ class StepPrograms:
         index = jax.ShapeDtypeStruct((), jnp.int32)
         jaxpr, out = jax.make_jaxpr(
             lambda model, params, batch, step, shard: self._loss(params, model, batch, step, shard),
-            return_shape=True)(self._model, self._params, self._batch, index, index)
+            return_shape=True,
+        )(self._model, self._params, self._batch, index, index)
         _, metrics, _, model = out
         # A leaf handed back untouched stays as it is and does not travel: averaging equal copies
         # changes the bits of most of them (facts: 64 % of elements at 12 copies).
-        returned = jaxpr.jaxpr.outvars[len(jaxpr.jaxpr.outvars) - len(model):]
-        taken = jaxpr.jaxpr.invars[:len(model)]
-        self._changed = [i for i, (a, b) in enumerate(zip(returned, taken, strict=True))
-                         if a is not b]
+        returned = _origins(jaxpr.jaxpr)[len(jaxpr.jaxpr.outvars) - len(model) :]
+        taken = jaxpr.jaxpr.invars[: len(model)]
+        self._changed = [
+            i for i, (a, b) in enumerate(zip(returned, taken, strict=True)) if a is not b
+        ]
         self.metric_names = metric_names("loss", metrics)
         layout = self._layout = Layout()
         self._grad_slots = [
-            layout.add(p.shape, p.dtype if reduce_dtype == "param"
-                       else jnp.promote_types(p.dtype, jnp.float32)) for p in self._params]
+            layout.add(
+                p.shape,
+                p.dtype if reduce_dtype == "param" else jnp.promote_types(p.dtype, jnp.float32),
+            )
+            for p in self._params
+        ]
         self._model_slots = {i: layout.add(*_travels_as(self._model[i])) for i in self._changed}
         self._scalars = layout.add((len(self.metric_names) + 2,), jnp.float32)
         self._stop = layout.add((), jnp.float32)
         layout.reserve(table_size, jnp.float32)
 
-    def _loss(self, params: Sequence[Any], model: Sequence[Any], batch: Sequence[Any], step: Any,
-              shard: Any) -> tuple[Any, dict[str, Any], Any, list[Any]]:
+    def _loss(
+        self,
+        params: Sequence[Any],
+        model: Sequence[Any],
+        batch: Sequence[Any],
+        step: Any,
+        shard: Any,
+    ) -> tuple[Any, dict[str, Any], Any, list[Any]]:
         """The user's loss on flat leaves. Traced."""
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), step), shard)
         params_def, _, model_def = self._spec.treedefs
         state = jax.tree.unflatten(model_def, model)
-        args = [jax.tree.unflatten(params_def, params),
-                jax.tree.unflatten(self._batch_tree, batch), key]
+        args = [
+            jax.tree.unflatten(params_def, params),
+            jax.tree.unflatten(self._batch_tree, batch),
+            key,
+        ]
         if self._model or state is not None:
             args.append(state)
         out = _as_loss(self._trainer.loss(*args))
+        if out.value is None:
+            raise TrainerError("loss: returned None; return the shard's mean loss, a float scalar")
         value = jnp.asarray(out.value)
         if value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
-            raise TrainerError(f"loss: returned {describe(value)}; it must be a float scalar, the "
-                               "mean over the shard")
+            raise TrainerError(
+                f"loss: returned {describe(value)}; it must be a float scalar, the "
+                "mean over the shard"
+            )
         weight = self._samples if out.weight is None else jax.lax.stop_gradient(out.weight)
         check_metrics("loss", out.metrics)
         new = list(model) if out.model_state is None else self._model_leaves(out.model_state)
@@ -114,10 +155,19 @@ class StepPrograms:
         got, wanted = jax.tree.structure(tree), self._spec.treedefs[2]
         if got != wanted:
             raise TrainerError(f"loss: model_state has the tree {got}; init_params gave {wanted}")
-        return jax.tree.leaves(tree)
+        leaves = jax.tree.leaves(tree)
+        paths = self._spec.split(self._spec.paths)[2]
+        for path, leaf, old in zip(paths, map(_array, leaves), self._model, strict=True):
+            if (leaf.shape, leaf.dtype) != (old.shape, old.dtype):
+                raise TrainerError(
+                    f"loss: {path} is {describe(leaf)}, init_params gave "
+                    f"{describe(old)}; return the same shapes and dtypes"
+                )
+        return [_array(leaf) for leaf in leaves]
 
-    def _shard(self, params: list, model: list, batch: list, step: Any, shard: Any,
-               buffers: Buffers) -> Buffers:
+    def _shard(
+        self, params: list, model: list, batch: list, step: Any, shard: Any, buffers: Buffers
+    ) -> Buffers:
         """Adds one shard's gradient, loss, metrics and model state to `buffers`. Traced."""
 
         def loss(params: list) -> tuple[Any, tuple]:
@@ -131,31 +181,48 @@ class StepPrograms:
             x = x.astype(self._layout.dtypes[slot.group])
             return jnp.where(weight > 0, x * weight.astype(x.dtype), jnp.zeros_like(x))
 
-        scalars = jnp.stack([jnp.asarray(x, jnp.float32).reshape(()) for x in
-                             (value, *(metrics[name] for name in self.metric_names))])
+        scalars = jnp.stack(
+            [
+                jnp.asarray(x, jnp.float32).reshape(())
+                for x in (value, *(metrics[name] for name in self.metric_names))
+            ]
+        )
         placed = [(s, weighted(g, s)) for s, g in zip(self._grad_slots, grads, strict=True)]
-        placed += [(slot, weighted(new[i], slot) if _is_mean(self._model[i])
-                    else jnp.where(shard == 0, to_words(new[i]), 0))
-                   for i, slot in self._model_slots.items()]
-        placed += [(self._scalars, jnp.append(weighted(scalars, self._scalars), weight)),
-                   (self._stop, jnp.float32(0))]
+        placed += [
+            (
+                slot,
+                weighted(new[i], slot)
+                if _is_mean(self._model[i])
+                else jnp.where(shard == 0, to_words(new[i]), 0),
+            )
+            for i, slot in self._model_slots.items()
+        ]
+        placed += [
+            (self._scalars, jnp.append(weighted(scalars, self._scalars), weight)),
+            (self._stop, jnp.float32(0)),
+        ]
         return [b + p for b, p in zip(buffers, self._layout.pack(placed), strict=True)]
 
     def _empty(self, stop: Any) -> Buffers:
         """Zeros, but for the request to stop. Traced."""
         buffers = [jnp.zeros(b.shape, b.dtype) for b in self._layout.shapes()]
-        return [b.at[0, 0, self._stop.start].set(stop) if i == self._stop.group else b
-                for i, b in enumerate(buffers)]
+        return [
+            b.at[0, 0, self._stop.start].set(stop) if i == self._stop.group else b
+            for i, b in enumerate(buffers)
+        ]
 
-    def _update(self, params: list, opt: list, model: list, sums: Buffers, step: Any,
-                cursor: Any) -> tuple[list, jax.Array]:
+    def _update(
+        self, params: list, opt: list, model: list, sums: Buffers, step: Any, cursor: Any
+    ) -> tuple[list, jax.Array]:
         """The new leaves, and loss, metrics, weight and stop as one vector. Traced."""
         take = self._layout.take
         scalars = take(sums, self._scalars)
         weight = scalars[-1]
         divisor = jnp.where(weight > 0, weight, 1)
-        mean = [take(sums, slot) / divisor.astype(self._layout.dtypes[slot.group])
-                for slot in self._grad_slots]
+        mean = [
+            take(sums, slot) / divisor.astype(self._layout.dtypes[slot.group])
+            for slot in self._grad_slots
+        ]
         grads = [g.astype(p.dtype) for g, p in zip(mean, self._params, strict=True)]
         model = list(model)
         for i, slot in self._model_slots.items():
@@ -163,12 +230,19 @@ class StepPrograms:
         state = self._spec.train_state(step, cursor, [*params, *opt, *model])
         out = self._trainer.update(state, jax.tree.unflatten(self._spec.treedefs[0], grads))
         new, extra = out if isinstance(out, tuple) else (out, {})
+        if not isinstance(new, TrainState):
+            raise TrainerError(
+                f"update: returned {type(new).__name__}; return the TrainState, as "
+                "state.replace(params=..., opt_state=...), or (state, metrics)"
+            )
         check_metrics("update", extra)
         self.extra_names = metric_names("update", extra, taken=self.metric_names)
         leaves = self._checked_leaves(new)
-        values = [scalars[:-1] / divisor,
-                  *(jnp.asarray(extra[n], jnp.float32).reshape(1) for n in self.extra_names),
-                  jnp.stack([weight, take(sums, self._stop)])]
+        values = [
+            scalars[:-1] / divisor,
+            *(jnp.asarray(extra[n], jnp.float32).reshape(1) for n in self.extra_names),
+            jnp.stack([weight, take(sums, self._stop)]),
+        ]
         return leaves, jnp.concatenate(values)
 
     def _new_model_leaf(self, old: Any, summed: jax.Array, weight: Any, divisor: Any) -> jax.Array:
@@ -182,9 +256,10 @@ class StepPrograms:
         if got.treedefs != self._spec.treedefs or got.leaves != self._spec.leaves:
             was, now = self._spec.lines(), got.lines()
             differ = [f"{a} became {b}" for a, b in zip(was, now, strict=False) if a != b]
-            raise TrainerError("update: must return a state of the same tree, shapes and dtypes: "
-                               + (differ[0] if differ else f"{self._spec.treedefs} became "
-                                                           f"{got.treedefs}"))
+            raise TrainerError(
+                "update: must return a state of the same tree, shapes and dtypes: "
+                + (differ[0] if differ else f"{self._spec.treedefs} became {got.treedefs}")
+            )
         return jax.tree.leaves((new.params, new.opt_state, new.model_state))
 
     # What runs.
@@ -194,15 +269,17 @@ class StepPrograms:
         index, buffers = jax.ShapeDtypeStruct((), jnp.int32), self._layout.shapes()
         self._lowered = (
             jax.jit(self._shard, donate_argnums=5).lower(
-                self._params, self._model, self._batch, index, index, buffers),
+                self._params, self._model, self._batch, index, index, buffers
+            ),
             jax.jit(self._empty).lower(jax.ShapeDtypeStruct((), jnp.float32)),
             jax.jit(self._update).lower(
-                self._params, self._opt, self._model, buffers, index, index))
+                self._params, self._opt, self._model, buffers, index, index
+            ),
+        )
 
     def compile(self, compile: Callable[[Any], Any]) -> None:
         """Compiles what `lower` traced, or loads it from the compilation cache."""
-        self._shard_program, self._empty_program, self._update_program = map(
-            compile, self._lowered)
+        self._shard_program, self._empty_program, self._update_program = map(compile, self._lowered)
         del self._lowered
 
     @property
@@ -210,25 +287,29 @@ class StepPrograms:
         """The buffers that a step sums over the workers."""
         return self._layout.shapes()
 
-    def gradients(self, state: Committed, shards: Sequence[tuple[int, list[np.ndarray]]], *,
-                  stop: bool) -> Buffers:
+    def gradients(
+        self, state: Committed, shards: Sequence[tuple[int, list[np.ndarray]]], *, stop: bool
+    ) -> Buffers:
         """This worker's part of a step's sums; zeros if it has no shard."""
         params, _, model = self._spec.split(state.leaves)
         buffers = self._empty_program(np.float32(stop))
         for shard, batch in shards:
-            buffers = self._shard_program(params, model, batch, np.int32(state.step),
-                                          np.int32(shard), buffers)
+            buffers = self._shard_program(
+                params, model, batch, np.int32(state.step), np.int32(shard), buffers
+            )
         return buffers
 
-    def update(self, state: Committed, sums: Buffers,
-               samples: int) -> tuple[Committed, dict[str, float], bool]:
+    def update(
+        self, state: Committed, sums: Buffers, samples: int
+    ) -> tuple[Committed, dict[str, float], bool]:
         """The next state, the step's metrics, and whether anybody was asked to stop.
 
         Does not donate `state`: a step that fails is tried again from it.
         """
         params, opt, model = self._spec.split(state.leaves)
         leaves, vector = self._update_program(
-            params, opt, model, sums, np.int32(state.step), np.int32(state.cursor & 0x7FFFFFFF))
+            params, opt, model, sums, np.int32(state.step), np.int32(state.cursor & 0x7FFFFFFF)
+        )
         new_state = Committed(state.step + 1, state.cursor + samples, leaves)
         jax.block_until_ready(leaves)
         *values, weight, stop = np.asarray(vector).tolist()
@@ -242,6 +323,28 @@ def _as_loss(out: Any) -> Loss:
     if isinstance(out, Loss):
         return out
     return Loss(*out) if isinstance(out, tuple) else Loss(out)
+
+
+def _array(leaf: Any) -> jax.Array:
+    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+
+
+def _origins(jaxpr: Any) -> list[Any]:
+    """For each output of a jaxpr the variable it is, seen through calls of jitted functions."""
+    same: dict[Any, Any] = {}
+    for equation in jaxpr.eqns:
+        inner = equation.params.get("jaxpr")
+        if equation.primitive.name in ("jit", "pjit") and inner is not None:
+            given = dict(zip(inner.jaxpr.invars, equation.invars, strict=True))
+            for out, origin in zip(equation.outvars, _origins(inner.jaxpr), strict=True):
+                if isinstance(origin, jax.extend.core.Var) and origin in given:
+                    outer = given[origin]
+                    same[out] = (
+                        same.get(outer, outer)
+                        if not isinstance(outer, jax.extend.core.Literal)
+                        else outer
+                    )
+    return [v if isinstance(v, jax.extend.core.Literal) else same.get(v, v) for v in jaxpr.outvars]
 
 
 def _is_mean(leaf: Any) -> bool:

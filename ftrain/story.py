@@ -30,7 +30,7 @@ class _Death:
 
 
 class Story:
-    """Turns facts into lines. It is told everything and keeps what it needs for the next sentence."""
+    """Turns facts into lines. It is told all and keeps what the next sentence needs."""
 
     def __init__(self, screen: Screen, config: Config):
         self._screen, self._config = screen, config
@@ -48,8 +48,9 @@ class Story:
         """A process was started."""
         if slot.incarnation == 0 and slot.worker == 0:
             n = self._config.cluster.workers
-            self._screen.line(f"starting {n} worker{'s' * (n > 1)}; logs in "
-                              f"{self._config.run_dir}/logs")
+            self._screen.line(
+                f"starting {n} worker{'s' * (n > 1)}; logs in {self._config.run_dir}/logs"
+            )
 
     def worker_died(self, slot: Slot, pid: int, cause: str, reading: Reading | None) -> None:
         """A process ended that should not have. Told with the next commit, which shows its cost."""
@@ -72,8 +73,10 @@ class Story:
     def coordinator_died(self, ended: Exit) -> None:
         """All workers come back from a checkpoint."""
         saved = "the start" if self._saved is None else f"the checkpoint of step {self._saved}"
-        self._screen.line(f"the coordinator died of {ended.signal or f'exit {ended.exit_code}'}; "
-                          f"starting everything again from {saved}")
+        self._screen.line(
+            f"the coordinator died of {ended.signal or f'exit {ended.exit_code}'}; "
+            f"starting everything again from {saved}"
+        )
         self._deaths.clear()
 
     # What workers report.
@@ -95,17 +98,17 @@ class Story:
             self._tell_deaths(untold, line)
         if not self._begun:
             self._begun = True
-            self._screen.line(f"training: step {line['step']}, workers "
-                              f"{_ids(line['workers'])}")
+            self._screen.line(f"training: step {line['step']}, workers {_ids(line['workers'])}")
 
     def _tell_deaths(self, deaths: list[_Death], line: dict[str, Any]) -> None:
         for death in deaths:
             death.told = True
             delay = line["t"] - death.t
             self._screen.line(
-                f"worker {death.worker} (pid {death.pid}) died of {death.cause} (in {death.phase}); "
-                f"{_ids(line['workers'], 'worker')} went on with step {line['step']} after "
-                f"{delay:.2f} s")
+                f"worker {death.worker} (pid {death.pid}) died of {death.cause} "
+                f"(in {death.phase}); {_ids(line['workers'], 'worker')} went on with step "
+                f"{line['step']} after {delay:.2f} s"
+            )
 
     def _tell_state_synced(self, fields: dict[str, Any]) -> None:
         death = self._deaths.pop(fields["worker"], None)
@@ -113,8 +116,9 @@ class Story:
         if self._begun:
             back = "is back" if death is not None else "has joined"
             self._screen.line(
-                f"worker {fields['worker']} {back}{after}: {_size(fields['bytes'])} of state at step "
-                f"{fields['step']} from worker {fields['donor']} in {fields['seconds']:.2f} s")
+                f"worker {fields['worker']} {back}{after}: {_size(fields['bytes'])} of state at "
+                f"step {fields['step']} from worker {fields['donor']} in {fields['seconds']:.2f} s"
+            )
 
     def _tell_evaluated(self, fields: dict[str, Any]) -> None:
         self._evaluated = fields["metrics"]
@@ -128,12 +132,14 @@ class Story:
         self._screen.line(f"continuing from the checkpoint of step {fields['step']}")
 
     def _tell_checkpoint_skipped(self, fields: dict[str, Any]) -> None:
-        self._screen.line(f"checkpoint {fields['step']} cannot be read and is passed over: "
-                          f"{fields['why']}")
+        self._screen.line(
+            f"checkpoint {fields['step']} cannot be read and is passed over: {fields['why']}"
+        )
 
     def _tell_save_failed(self, fields: dict[str, Any]) -> None:
-        self._screen.line(f"the checkpoint of step {fields['step']} could not be written: "
-                          f"{fields['error']}")
+        self._screen.line(
+            f"the checkpoint of step {fields['step']} could not be written: {fields['error']}"
+        )
 
     # The moving line, and the last ones.
 
@@ -146,8 +152,10 @@ class Story:
         rate = self._steps_per_s()
         if rate:
             left = int((steps - step) / rate)
-            parts += [f"{rate * self._config.batch_size:,.0f} samples/s",
-                      f"{left // 60}:{left % 60:02d} left"]
+            parts += [
+                f"{rate * self._config.batch_size:,.0f} samples/s",
+                f"{left // 60}:{left % 60:02d} left",
+            ]
         parts.append(f"workers {_ids(workers)}")
         if self._saved is not None:
             parts.append(f"saved {self._saved}")
@@ -163,8 +171,10 @@ class Story:
         self._screen.close()
         folder = self._config.run_dir
         if code == EXIT_OK:
-            self._screen.line(f"done: {reason}; checkpoint in {folder}/checkpoints/{self._saved}, "
-                              f"metrics in {folder}/metrics.jsonl")
+            self._screen.line(
+                f"done: {reason}; checkpoint in {folder}/checkpoints/{self._saved}, "
+                f"metrics in {folder}/metrics.jsonl"
+            )
         elif code == EXIT_TRY_AGAIN:
             saved = "nothing saved" if self._saved is None else f"saved step {self._saved}"
             self._screen.line(f"stopped: {reason} ({saved}); the same command continues")

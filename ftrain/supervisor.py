@@ -1,7 +1,7 @@
 """The supervisor: starts the coordinator and the workers, watches, fences, restarts. Never jax.
 
-One thread, one loop over pipes, process ends, signals and a clock. A worker's process is replaced in
-one order only: killed, reaped, fenced, acknowledged, started (rule R9); `_on_worker_exit`,
+One thread, one loop over pipes, process ends, signals and a clock. A worker's process is replaced
+in one order only: killed, reaped, fenced, acknowledged, started (rule R9); `_on_worker_exit`,
 `_on_fenced` and `_start_due` are those steps.
 """
 
@@ -23,7 +23,11 @@ from ftrain.beat import Beat
 from ftrain.config import Config
 from ftrain.environment import own_environment, worker_environment
 from ftrain.errors import (
-    EXIT_GAVE_UP, EXIT_OK, EXIT_REFUSED, EXIT_TRY_AGAIN, RestartLimitError,
+    EXIT_GAVE_UP,
+    EXIT_OK,
+    EXIT_REFUSED,
+    EXIT_TRY_AGAIN,
+    RestartLimitError,
 )
 from ftrain.events import EventLog
 from ftrain.forking import Template
@@ -46,8 +50,16 @@ COORDINATOR = -1  # its id in the restart budget
 class Supervisor:
     """One run of a config, from its first process to its exit code."""
 
-    def __init__(self, config: Config, *, base: str, platform: str, lock: RunLock, log: EventLog,
-                 screen: Screen):
+    def __init__(
+        self,
+        config: Config,
+        *,
+        base: str,
+        platform: str,
+        lock: RunLock,
+        log: EventLog,
+        screen: Screen,
+    ):
         self._config, self._base, self._platform = config, base, platform
         self._lock, self._log, self._screen = lock, log, screen
         self._env = worker_environment(config, platform, os.environ)
@@ -127,7 +139,7 @@ class Supervisor:
             self._pass_on_stop()
 
     def _pass_on_stop(self) -> None:
-        """Those that take part stop together at one step and save; the others have nothing to save."""
+        """Those that take part stop together and save; the others have nothing to save."""
         for slot in self._slots:
             slot.restart_at = None
             if slot.child is not None and slot.going:
@@ -153,10 +165,18 @@ class Supervisor:
 
     def _start_coordinator(self) -> None:
         workers, timeout_s = len(self._slots), self._config.cluster.heartbeat_timeout_s
-        argv = [sys.executable, "-m", "ftrain.coordinator", "{control}", str(workers),
-                self._platform, str(timeout_s)]
+        argv = [
+            sys.executable,
+            "-m",
+            "ftrain.coordinator",
+            "{control}",
+            str(workers),
+            self._platform,
+            str(timeout_s),
+        ]
         child = self._coordinator = Child(
-            lambda ends: launch(argv, self._env, ends, [self._lock.fileno()]))
+            lambda ends: launch(argv, self._env, ends, [self._lock.fileno()])
+        )
         self._address = ""
         self._listen(child, "stdout", self._on_coordinator_line)
         self._listen(child, "stderr", self._logs.coordinator)
@@ -198,8 +218,15 @@ class Supervisor:
     def _start_due(self) -> None:
         """Starts every slot whose time has come, fenced as it is."""
         now = time.monotonic()
-        due = [s for s in self._slots if s.restart_at is not None and now >= s.restart_at
-               and s.child is None and not s.fencing and not self._survivors_first(s, now)]
+        due = [
+            s
+            for s in self._slots
+            if s.restart_at is not None
+            and now >= s.restart_at
+            and s.child is None
+            and not s.fencing
+            and not self._survivors_first(s, now)
+        ]
         if not due or not self._address:
             return
         if self._template.usable and self._template.is_stale():
@@ -211,15 +238,24 @@ class Supervisor:
 
     def _survivors_first(self, slot: Slot, now: float) -> bool:
         """Whether the others still recover from this one's death: a start would take their CPU."""
-        return (now < slot.died_at + SURVIVORS_FIRST_S and self._recorder.step == slot.died_step
-                and any(s.going and s.child for s in self._slots))
+        return (
+            now < slot.died_at + SURVIVORS_FIRST_S
+            and self._recorder.step == slot.died_step
+            and any(s.going and s.child for s in self._slots)
+        )
 
     def _start_worker(self, slot: Slot) -> None:
         slot.incarnation += 1
         beat_fd = Beat.create(f"ftrain-beat-{slot.worker}")
-        job = {"config": self._config.to_json(), "worker": slot.worker, "address": self._address,
-               "platform": self._platform, "base": self._base, "parent": os.getpid()}
-        own = own_environment(self._platform, slot.worker, slot.incarnation)
+        job = {
+            "config": self._config.to_json(),
+            "worker": slot.worker,
+            "address": self._address,
+            "platform": self._platform,
+            "base": self._base,
+            "parent": os.getpid(),
+        }
+        own = own_environment(self._env, self._platform, slot.worker, slot.incarnation)
 
         launched = False
 
@@ -227,8 +263,12 @@ class Supervisor:
             nonlocal launched
             forked = self._template.usable and self._template.fork(job, own, beat_fd, ends)
             launched = not forked
-            return forked or launch([sys.executable, "-m", "ftrain.worker", "{control}"],
-                                    {**self._env, **own}, ends, [beat_fd])
+            return forked or launch(
+                [sys.executable, "-m", "ftrain.worker", "{control}"],
+                {**self._env, **own},
+                ends,
+                [beat_fd],
+            )
 
         child = Child(begin)
         if launched:  # a forked one has been given its assignment
@@ -238,10 +278,10 @@ class Supervisor:
         self._listen(child, "stdout", lambda line: self._on_output(slot, line))
         self._listen(child, "stderr", lambda line: self._logs.worker(slot.worker, line))
         self._listen(child, "records", lambda line: self._on_record(slot, line))
-        self._selector.register(child.pidfd, selectors.EVENT_READ,
-                                lambda: self._on_worker_exit(slot))
-        self._log("worker_started", worker=slot.worker, pid=child.pid,
-                  incarnation=slot.incarnation)
+        self._selector.register(
+            child.pidfd, selectors.EVENT_READ, lambda: self._on_worker_exit(slot)
+        )
+        self._log("worker_started", worker=slot.worker, pid=child.pid, incarnation=slot.incarnation)
         self._story.worker_started(slot)
 
     def _on_output(self, slot: Slot, line: str) -> None:
@@ -255,8 +295,13 @@ class Supervisor:
         match record["record"]:
             case "ready":
                 slot.ready = True
-                self._log("worker_ready", worker=slot.worker, pid=slot.child.pid,
-                          seconds=time.monotonic() - slot.started_at, cpu_s=record["cpu_s"])
+                self._log(
+                    "worker_ready",
+                    worker=slot.worker,
+                    pid=slot.child.pid,
+                    seconds=time.monotonic() - slot.started_at,
+                    cpu_s=record["cpu_s"],
+                )
                 self._first_ready_at = self._first_ready_at or time.monotonic()
             case "left":
                 slot.left = record["reason"]
@@ -275,16 +320,20 @@ class Supervisor:
     def _let_go(self) -> None:
         """Lets ready workers take part: at the start all together, later each at once."""
         ready = [s for s in self._slots if s.ready]
-        waited = (self._first_ready_at is not None and time.monotonic() - self._first_ready_at
-                  > self._config.cluster.start_timeout_s)
+        waited = (
+            self._first_ready_at is not None
+            and time.monotonic() - self._first_ready_at > self._config.cluster.start_timeout_s
+        )
         all_here = len(ready) == len(self._slots)
         if not (all_here or waited or any(s.going for s in self._slots)):
             return
         going = [s for s in ready if not s.going and s.child is not None]
         for slot in going:
             slot.going = True
-            slot.child.send(f"go {self._generation}-{going[0].incarnation}-{going[0].worker} "
-                            + " ".join(str(s.worker) for s in going))
+            slot.child.send(
+                f"go {self._generation}-{going[0].incarnation}-{going[0].worker} "
+                + " ".join(str(s.worker) for s in going)
+            )
 
     def _on_worker_exit(self, slot: Slot) -> None:
         """Its process has ended: reap it, have it fenced, and decide about its replacement."""
@@ -294,8 +343,9 @@ class Supervisor:
         ended = child.reap()
         slot.child = None
         cause = "the end of the run" if slot.left is not None else slot.cause(ended)
-        self._log("worker_exited", worker=slot.worker, pid=child.pid, **ended.fields(),
-                  reason=cause)
+        self._log(
+            "worker_exited", worker=slot.worker, pid=child.pid, **ended.fields(), reason=cause
+        )
         if self._coordinator is not None:
             slot.fencing = True
             self._coordinator.send(f"group {child.pid} -")
@@ -319,8 +369,13 @@ class Supervisor:
             return
         if slot.local_error is not None:
             error = slot.local_error
-            loop = self._local_errors.crash_loop(slot.worker, error["step"], error["error"],
-                                                 error["traceback"])
+            loop = self._local_errors.crash_loop(
+                slot.worker,
+                error["step"],
+                self._recorder.aborts,
+                error["error"],
+                error["traceback"],
+            )
             if loop is not None:
                 self._end(EXIT_GAVE_UP, f"worker {slot.worker}: {loop}")
                 return
@@ -349,7 +404,9 @@ class Supervisor:
         self._let_go()
         self._watch(now)
         self._judge(now)
-        self._story.tick(self._recorder.step, [s.worker for s in self._slots if s.going and s.child])
+        self._story.tick(
+            self._recorder.step, [s.worker for s in self._slots if s.going and s.child]
+        )
 
     def _watch(self, now: float) -> None:
         """Ends a worker that is stuck: at its start, or while the others wait for it."""
@@ -360,11 +417,19 @@ class Supervisor:
                 seconds = now - slot.started_at
                 if seconds > rules.start_timeout_s:
                     self._end_hung(slot, "start", seconds, "start_timeout_s")
-        readings = {s.worker: s.reading() for s in self._slots
-                    if s.child and s.going and not s.hung}
+        readings = {
+            s.worker: s.reading() for s in self._slots if s.child and s.going and not s.hung
+        }
         # After one is ended the others get their time anew: they may have waited only for it.
-        hang = find_hang({w: r._replace(since=max(r.since, self._hang_ended_at))
-                          for w, r in readings.items() if r}, now, rules.hang_timeout_s)
+        hang = find_hang(
+            {
+                w: r._replace(since=max(r.since, self._hang_ended_at))
+                for w, r in readings.items()
+                if r
+            },
+            now,
+            rules.hang_timeout_s,
+        )
         if hang is not None:
             self._hang_ended_at = now
             self._end_hung(self._slots[hang.worker], hang.phase, hang.seconds, "hang_timeout_s")
@@ -382,8 +447,11 @@ class Supervisor:
         if self._recorder.replicas_differ:
             self._end(EXIT_GAVE_UP, f"replicas differ at {self._recorder.replicas_differ}")
         if self._recorder.aborts_in_place >= restart.ATTEMPTS_IN_PLACE:
-            self._end(EXIT_GAVE_UP, f"step {self._recorder.step + 1} failed "
-                      f"{restart.ATTEMPTS_IN_PLACE} times with no worker dead; see logs/")
+            self._end(
+                EXIT_GAVE_UP,
+                f"step {self._recorder.step + 1} failed "
+                f"{restart.ATTEMPTS_IN_PLACE} times with no worker dead; see logs/",
+            )
         if self._refused_at is not None:
             refused = [s for s in self._slots if s.refused is not None]
             if len(refused) == len(self._slots) or now - self._refused_at > REFUSED_WAIT_S:
@@ -393,8 +461,10 @@ class Supervisor:
         if self._stop_signal and not alive and not reasons:
             self._end(EXIT_TRY_AGAIN, f"{self._stop_signal}, nobody was there to save")
         if now > self._stop_deadline:
-            self._end(EXIT_TRY_AGAIN, f"{self._stop_signal}, not saved within "
-                      f"grace_s={self._config.grace_s:g}")
+            self._end(
+                EXIT_TRY_AGAIN,
+                f"{self._stop_signal}, not saved within grace_s={self._config.grace_s:g}",
+            )
 
     def _refusal(self, refused: list[Slot]) -> str:
         first = refused[0].refused
@@ -435,8 +505,10 @@ class Supervisor:
             with contextlib.suppress(KeyError):
                 self._selector.unregister(pipe.fd)
             rest = pipe.close()
-            for line in [*lines, *([rest] if rest and pipe is not child.pipes.get("records")
-                                   else [])]:
+            for line in [
+                *lines,
+                *([rest] if rest and pipe is not child.pipes.get("records") else []),
+            ]:
                 pipe.take(line)
 
     def _known_pids(self) -> set[int]:

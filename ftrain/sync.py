@@ -1,10 +1,10 @@
 """State moves from the donor to whoever lacks it, bit for bit, by a sum over the workers (rule R6).
 
 The donor contributes its bits and all others zeros, summed as unsigned integers: a float sum would
-turn -0.0 into 0.0 and may drop the payload of a NaN. One small program of a fixed shape serves every
-state, so a rejoin compiles the same little whatever the model (rule R10), and memory beside the state
-is bounded by a bucket. When nobody lacks the state, which is so after every death, only digests meet,
-and they travel by the program of the step: nothing is compiled for them.
+turn -0.0 into 0.0 and may drop the payload of a NaN. One small program of a fixed shape serves
+every state, so a rejoin compiles the same little whatever the model (rule R10), and memory beside
+the state is bounded by a bucket. When nobody lacks the state, which is so after every death, only
+digests meet, and they travel by the program of the step: nothing is compiled for them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class Synced:
     bytes_moved: int
 
 
-def sync_state(plane: DataPlane, spec: StateSpec, mine: Committed | None, *, donor: int,
-               holders: Sequence[int]) -> Synced:
+def sync_state(
+    plane: DataPlane, spec: StateSpec, mine: Committed | None, *, donor: int, holders: Sequence[int]
+) -> Synced:
     """Gives every member of the view the donor's committed state, checked by digest.
 
     Args:
@@ -48,7 +49,8 @@ def sync_state(plane: DataPlane, spec: StateSpec, mine: Committed | None, *, don
     Raises:
       AttemptFailedError: a collective failed, or a digest does not match.
 
-    A collective: every member calls it, inside `live_devices`. If all are holders, only digests move.
+    A collective: every member calls it, inside `live_devices`. If all are holders, only digests
+    move.
     """
     workers, me = plane.workers, plane.workers[plane.rank]
     arrays = to_host(mine.leaves) if mine is not None and (me == donor or me in holders) else None
@@ -59,7 +61,8 @@ def sync_state(plane: DataPlane, spec: StateSpec, mine: Committed | None, *, don
     for holder in holders:
         if headers[workers.index(holder)][2] != wanted:
             raise AttemptFailedError(
-                f"worker {holder} and worker {donor} both hold step {step} with other bits")
+                f"worker {holder} and worker {donor} both hold step {step} with other bits"
+            )
     if set(holders) | {donor} >= set(workers):
         return Synced(mine, wanted.hex(), 0)
     moved = _broadcast(plane, spec, arrays if me == donor else None)
@@ -67,8 +70,10 @@ def sync_state(plane: DataPlane, spec: StateSpec, mine: Committed | None, *, don
         return Synced(mine, wanted.hex(), host_bytes(spec))
     got = digest(spec, step, cursor, moved)
     if got != wanted:
-        raise AttemptFailedError(f"the state received for step {step} has digest {got.hex()[:16]}, "
-                                 f"worker {donor} sent {wanted.hex()[:16]}")
+        raise AttemptFailedError(
+            f"the state received for step {step} has digest {got.hex()[:16]}, "
+            f"worker {donor} sent {wanted.hex()[:16]}"
+        )
     state = Committed(step, cursor, from_host(spec, moved))
     return Synced(state, wanted.hex(), host_bytes(spec))
 
@@ -83,17 +88,20 @@ def _sum_words(plane: DataPlane, words: np.ndarray) -> np.ndarray:
     return np.asarray(summed).reshape(-1)
 
 
-def _broadcast(plane: DataPlane, spec: StateSpec,
-               arrays: Sequence[np.ndarray] | None) -> list[np.ndarray]:
+def _broadcast(
+    plane: DataPlane, spec: StateSpec, arrays: Sequence[np.ndarray] | None
+) -> list[np.ndarray]:
     """The donor's leaves, on every member. `arrays` is None for all but the donor."""
     size, words = host_bytes(spec), _bucket_words(spec)
     sent = np.zeros(0, np.uint8) if arrays is None else _join(arrays)
     received = np.empty(-(-size // (4 * words)) * 4 * words, np.uint8)
     for start in range(0, size, 4 * words):
         bucket = np.zeros(4 * words, np.uint8)
-        part = sent[start:start + 4 * words]
-        bucket[:part.size] = part
-        received[start:start + 4 * words] = _sum_words(plane, bucket.view(np.uint32)).view(np.uint8)
+        part = sent[start : start + 4 * words]
+        bucket[: part.size] = part
+        received[start : start + 4 * words] = _sum_words(plane, bucket.view(np.uint32)).view(
+            np.uint8
+        )
     return _cut(spec, received[:size])
 
 
@@ -106,6 +114,6 @@ def _cut(spec: StateSpec, data: np.ndarray) -> list[np.ndarray]:
     arrays, start = [], 0
     for shape, dtype in map(host_shape, spec.leaves):
         size = int(np.prod(shape)) * dtype.itemsize
-        arrays.append(data[start:start + size].copy().view(dtype).reshape(shape))
+        arrays.append(data[start : start + size].copy().view(dtype).reshape(shape))
         start += size
     return arrays

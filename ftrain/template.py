@@ -1,8 +1,8 @@
 """The template: a process that has imported jax and the user's file, and forks workers on demand.
 
 A worker's imports cost more than a second of CPU each time; forked from here it begins with them
-done. Used only while it is safe to fork: one thread, no device open. Else, or if the user's file fails
-to import here, workers start by themselves, and an error is told by them.
+done. Used only while it is safe to fork: one thread, no device open. Else, or if the user's file
+fails to import here, workers start by themselves, and an error is told by them.
 
     supervisor ── socket ──> template ── fork ──> (ends at once) ── fork ──> worker
 
@@ -66,8 +66,13 @@ def preload(trainer: str, base: str) -> dict[str, Any]:
     from ftrain.worker import device_is_open
 
     threads = len(os.listdir("/proc/self/task"))
-    unfit = (f"importing {trainer} left {threads} threads" if threads > 1 else
-             f"importing {trainer} opened a device" if device_is_open() else "")
+    unfit = (
+        f"importing {trainer} left {threads} threads"
+        if threads > 1
+        else f"importing {trainer} opened a device"
+        if device_is_open()
+        else ""
+    )
     return {"files": user_files(), "unfit": unfit}
 
 
@@ -79,8 +84,9 @@ def user_files() -> dict[str, float]:
     return {f: os.stat(f).st_mtime for f in files if f and is_users(f) and os.path.exists(f)}
 
 
-def fork_worker(order: dict[str, Any], fds: list[int], supervisor: socket.socket,
-                parent: int) -> int:
+def fork_worker(
+    order: dict[str, Any], fds: list[int], supervisor: socket.socket, parent: int
+) -> int:
     """Forks one worker, a child of the supervisor's; returns its pid."""
     read, write = os.pipe()
     with warnings.catch_warnings():

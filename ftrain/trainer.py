@@ -58,8 +58,7 @@ class Trainer:
     def update(self, state: TrainState, grads: Any) -> TrainState | tuple[TrainState, Metrics]:
         """The next state from the global mean gradient. Traced; local; no collective."""
         updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
-        return state.replace(params=optax.apply_updates(state.params, updates),
-                             opt_state=opt_state)
+        return state.replace(params=optax.apply_updates(state.params, updates), opt_state=opt_state)
 
     def eval_dataset(self) -> Dataset | None:
         """Held-out data, in the forms of `dataset`; every sample is used once an evaluation."""
@@ -70,8 +69,9 @@ class Trainer:
 
         Traced; pure; no key: run the model in inference mode.
         """
-        raise TypeError(f"{type(self).__name__} has eval_dataset() and must define "
-                        "evaluate(self, state, batch)")
+        raise TypeError(
+            f"{type(self).__name__} has eval_dataset() and must define evaluate(self, state, batch)"
+        )
 
     def after_commit(self, step: int, metrics: dict[str, float], state: TrainState) -> None:
         """Reporting hook, on the lowest worker that committed; the others wait for it.

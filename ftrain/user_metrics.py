@@ -16,17 +16,24 @@ RESERVED_PREFIX = "eval_"
 def check_metrics(where: str, metrics: Any) -> None:
     """Refuses what is not {name: float scalar}, and the names that are ftrain's own."""
     if not isinstance(metrics, Mapping):
-        raise TrainerError(f"{where}: metrics are {type(metrics).__name__}; return a dict of "
-                           "{name: float scalar}")
+        raise TrainerError(
+            f"{where}: metrics are {type(metrics).__name__}; return a dict of "
+            "{name: float scalar}"
+        )
     for name, value in metrics.items():
-        if not isinstance(name, str) or (where != "evaluate" and (
-                name in RESERVED or name.startswith(RESERVED_PREFIX))):
-            raise TrainerError(f"{where}: the metric name {name!r} is ftrain's own or no text; "
-                               f"taken are {sorted(RESERVED)} and the prefix {RESERVED_PREFIX}")
+        if not isinstance(name, str) or (
+            where != "evaluate" and (name in RESERVED or name.startswith(RESERVED_PREFIX))
+        ):
+            raise TrainerError(
+                f"{where}: the metric name {name!r} is ftrain's own or no text; "
+                f"taken are {sorted(RESERVED)} and the prefix {RESERVED_PREFIX}"
+            )
         value = jnp.asarray(value)
         if value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
-            raise TrainerError(f"{where}: metric {name!r} is {value.dtype}{list(value.shape)}; it "
-                               "must be a float scalar")
+            raise TrainerError(
+                f"{where}: metric {name!r} is {value.dtype}{list(value.shape)}; it "
+                "must be a float scalar"
+            )
 
 
 def metric_names(where: str, metrics: Mapping[str, Any], taken: Sequence[str] = ()) -> list[str]:

@@ -40,8 +40,10 @@ def version_problem(python: tuple[int, int], jax: str | None, jaxlib: str | None
     install = f"pip install 'jax{JAX_RULE}' 'jaxlib{JAX_RULE}', or use scripts/ftrain"
     if python not in PYTHONS:
         known = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
-        return (f"Python {python[0]}.{python[1]} is not {known}, on which ftrain is tested; start "
-                "it with one of them, or use scripts/ftrain")
+        return (
+            f"Python {python[0]}.{python[1]} is not {known}, on which ftrain is tested; start "
+            "it with one of them, or use scripts/ftrain"
+        )
     for name, version in (("jax", jax), ("jaxlib", jaxlib)):
         if version is None:
             return f"{name} is not installed; {install}"

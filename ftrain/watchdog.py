@@ -19,11 +19,11 @@ class Hang(NamedTuple):
 def find_hang(readings: Mapping[int, Reading], now: float, hang_timeout_s: float) -> Hang | None:
     """The one worker to end, or None. One at a time (rule R9).
 
-    A worker is stuck when it has been in one phase for `hang_timeout_s`, and the culprit when others
-    wait for it. First those that are behind: whoever was stopped while it waited in a barrier that
-    has since opened has committed fewer blocks than the rest. Then those at work of their own. If
-    all wait in a collective, the device is stuck: those without state first, then the highest, and
-    never one that waits in the barrier, which is in order whoever is missing.
+    A worker is stuck when it has been in one phase for `hang_timeout_s`, and the culprit when
+    others wait for it. First those that are behind: whoever was stopped while it waited in a
+    barrier that has since opened has committed fewer blocks than the rest. Then those at work of
+    their own. If all wait in a collective, the device is stuck: those without state first, then the
+    highest, and never one that waits in the barrier, which is in order whoever is missing.
 
     Args:
       readings: of the workers that take part, by id.
@@ -32,13 +32,18 @@ def find_hang(readings: Mapping[int, Reading], now: float, hang_timeout_s: float
     """
     if not readings:
         return None
-    stuck = {w: now - r.since for w, r in readings.items()
-             if r.phase not in UNTIMED and now - r.since > hang_timeout_s}
+    stuck = {
+        w: now - r.since
+        for w, r in readings.items()
+        if r.phase not in UNTIMED and now - r.since > hang_timeout_s
+    }
     front = max(r.round for r in readings.values())
     behind = [w for w in stuck if 0 <= readings[w].round < front]
     working = [w for w in stuck if readings[w].phase not in WAITING]
-    colliding = sorted((w for w in stuck if readings[w].phase in ("reduce", "sync")),
-                       key=lambda w: (readings[w].step >= 0, -w))
+    colliding = sorted(
+        (w for w in stuck if readings[w].phase in ("reduce", "sync")),
+        key=lambda w: (readings[w].step >= 0, -w),
+    )
     if len(stuck) < len(readings) and not behind and not working:
         return None  # they wait for one whose time has not come
     for group in (behind, working, colliding):

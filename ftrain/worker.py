@@ -1,7 +1,7 @@
 """One worker process: from its assignment to its last barrier. `python -m ftrain.worker`.
 
-Its end says how it went: 0 after the run's own end, else a code of `errors` with a report on the pipe
-of records, or a signal. It never disconnects itself (rule R9); the supervisor fences it.
+Its end says how it went: 0 after the run's own end, else a code of `errors` with a report on the
+pipe of records, or a signal. It never disconnects itself (rule R9); the supervisor fences it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,13 @@ from typing import Any, NoReturn
 from ftrain.beat import Beat
 from ftrain.config import Config
 from ftrain.errors import (
-    WORKER_LOCAL_ERROR, WORKER_REFUSED, CheckpointUnreadableError, DatasetError, FtrainError,
-    StateMismatchError, TrainerError,
+    WORKER_LOCAL_ERROR,
+    WORKER_REFUSED,
+    CheckpointUnreadableError,
+    DatasetError,
+    FtrainError,
+    StateMismatchError,
+    TrainerError,
 )
 from ftrain.user_code import load_trainer, user_traceback
 
@@ -52,7 +57,7 @@ class Reporter:
         data = line.encode()
         with self._lock:
             while data:
-                data = data[os.write(self._fd, data):]
+                data = data[os.write(self._fd, data) :]
 
 
 class Control:
@@ -145,13 +150,18 @@ def refuse(report: Callable[..., None], message: str, traceback: str) -> NoRetur
 
 
 def local_error(report: Callable[..., None], beat: Beat, error: BaseException) -> NoReturn:
-    """This worker's own error in the run: reported, and the process ends before any barrier (R3)."""
+    """This worker's own error: reported, and the process ends before any barrier (R3)."""
     if isinstance(error, StateMismatchError | CheckpointUnreadableError):
         refuse(report, str(error), "")  # another try would find the same
     reading = beat.read()
     traceback = "" if isinstance(error, FtrainError) else user_traceback(error)
-    report("local_error", step=reading.step + 1, phase=reading.phase, traceback=traceback,
-           error=f"{type(error).__name__}: {error}")
+    report(
+        "local_error",
+        step=reading.step + 1,
+        phase=reading.phase,
+        traceback=traceback,
+        error=f"{type(error).__name__}: {error}",
+    )
     sys.stderr.write((traceback or str(error)) + "\n")
     _exit(WORKER_LOCAL_ERROR)
 
@@ -163,8 +173,13 @@ def _exit(code: int) -> NoReturn:
     os._exit(code)
 
 
-def prepare(job: Assignment, config: Config, report: Callable[..., None], beat: Beat,
-            stop_requested: Callable[[], bool]) -> Any:
+def prepare(
+    job: Assignment,
+    config: Config,
+    report: Callable[..., None],
+    beat: Beat,
+    stop_requested: Callable[[], bool],
+) -> Any:
     """Everything up to the first barrier: user code, data, backend, compiled programs."""
     trainer = load_trainer(config.trainer, job.base, config.trainer_args, config)
     from ftrain.data import Source
@@ -179,18 +194,32 @@ def prepare(job: Assignment, config: Config, report: Callable[..., None], beat: 
     cache = compile_cache_folder(config)
     runtime.use_compile_cache(cache)
     started = runtime.Runtime(
-        address=job.address, worker=job.worker, workers=config.cluster.workers,
-        platform=job.platform, heartbeat_timeout_s=config.cluster.heartbeat_timeout_s)
+        address=job.address,
+        worker=job.worker,
+        workers=config.cluster.workers,
+        platform=job.platform,
+        heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
+    )
     beat.phase("connect")
     started.start_backend()
     beat.phase("compile")
-    return make_loop(job, config, trainer, source, eval_source, started, cache, report, beat,
-                     stop_requested)
+    return make_loop(
+        job, config, trainer, source, eval_source, started, cache, report, beat, stop_requested
+    )
 
 
-def make_loop(job: Assignment, config: Config, trainer: Any, source: Any, eval_source: Any,
-              started: Any, cache: str | None, report: Callable[..., None], beat: Beat,
-              stop_requested: Callable[[], bool]) -> Any:
+def make_loop(
+    job: Assignment,
+    config: Config,
+    trainer: Any,
+    source: Any,
+    eval_source: Any,
+    started: Any,
+    cache: str | None,
+    report: Callable[..., None],
+    beat: Beat,
+    stop_requested: Callable[[], bool],
+) -> Any:
     """Traces and compiles, and puts the parts of the loop together."""
     from ftrain import checkpoint, runtime
     from ftrain.compile_lock import first_compiles
@@ -198,21 +227,26 @@ def make_loop(job: Assignment, config: Config, trainer: Any, source: Any, eval_s
     from ftrain.loop import StepLoop
     from ftrain.membership import Members
 
-    spec, programs, evaluation = trace(trainer, config, source, eval_source,
-                                           runtime.compile_shared)
+    spec, programs, evaluation = trace(trainer, config, source, eval_source, runtime.compile_shared)
     programs.lower()
     with first_compiles(cache):
         programs.compile(runtime.compile_shared)
     members = Members(started, report, lambda error: local_error(report, beat, error))
     members.publish_spec(spec.fingerprint(), spec.lines())
-    saver = checkpoint.Saver(config.run_dir, worker=job.worker, keep=config.checkpoint.keep,
-                             dataset_length=source.length, report=report)
+    saver = checkpoint.Saver(
+        config.run_dir,
+        worker=job.worker,
+        keep=config.checkpoint.keep,
+        dataset_length=source.length,
+        report=report,
+    )
 
     def first_state() -> Any:
         from ftrain.step import initial_state
 
-        restored = checkpoint.restore_newest(config.run_dir, spec, worker=job.worker,
-                                             dataset_length=source.length, report=report)
+        restored = checkpoint.restore_newest(
+            config.run_dir, spec, worker=job.worker, dataset_length=source.length, report=report
+        )
         if restored is None:
             with runtime.shares_compile_cache():
                 return initial_state(trainer, spec, config.seed)
@@ -220,17 +254,37 @@ def make_loop(job: Assignment, config: Config, trainer: Any, source: Any, eval_s
         return restored
 
     reader = ShardReader(
-        source, seed=config.seed, shuffle=config.data.shuffle, batch_size=config.batch_size,
-        batch_shards=config.batch_shards, prefetch_steps=config.data.prefetch_steps,
-        threads=config.data.threads)
+        source,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+        batch_size=config.batch_size,
+        batch_shards=config.batch_shards,
+        prefetch_steps=config.data.prefetch_steps,
+        threads=config.data.threads,
+    )
     runtime.freeze_heap()
-    return StepLoop(trainer, config, members, spec, programs, reader, evaluation, saver, beat,
-                    report, stop_requested, first_state, started.forget_view, runtime.compile_shared)
+    return StepLoop(
+        trainer,
+        config,
+        members,
+        spec,
+        programs,
+        reader,
+        evaluation,
+        saver,
+        beat,
+        report,
+        stop_requested,
+        first_state,
+        started.forget_view,
+        runtime.compile_shared,
+    )
 
 
-def trace(trainer: Any, config: Config, source: Any, eval_source: Any,
-          compile: Callable[[Any], Any]) -> tuple[Any, Any, Any]:
-    """The state's spec and the programs, from shapes alone; every rule of the API is checked here."""
+def trace(
+    trainer: Any, config: Config, source: Any, eval_source: Any, compile: Callable[[Any], Any]
+) -> tuple[Any, Any, Any]:
+    """The state's spec and the programs, from shapes alone. Checks every rule of the API."""
     from ftrain.evaluation import Evaluation
     from ftrain.step import StepPrograms, state_spec
     from ftrain.sync import HEADER
@@ -238,23 +292,43 @@ def trace(trainer: Any, config: Config, source: Any, eval_source: Any,
     trainer.tx = trainer.optimizer()
     spec = state_spec(trainer, config.seed)
     samples = config.batch_size // config.batch_shards
-    programs = StepPrograms(trainer, spec, source.shapes(samples), source.treedef,
-                            seed=config.seed, samples=samples, reduce_dtype=config.reduce_dtype,
-                            table_size=config.cluster.workers * HEADER.size)
-    evaluation = None if eval_source is None else Evaluation(
-        trainer, spec, eval_source, batch_size=config.batch_size,
-        batch_shards=config.batch_shards, compile=compile)
+    programs = StepPrograms(
+        trainer,
+        spec,
+        source.shapes(samples),
+        source.treedef,
+        seed=config.seed,
+        samples=samples,
+        reduce_dtype=config.reduce_dtype,
+        table_size=config.cluster.workers * HEADER.size,
+    )
+    evaluation = (
+        None
+        if eval_source is None
+        else Evaluation(
+            trainer,
+            spec,
+            eval_source,
+            batch_size=config.batch_size,
+            batch_shards=config.batch_shards,
+            compile=compile,
+        )
+    )
     if evaluation is None and config.eval.every_steps:
-        raise TrainerError(f"eval.every_steps={config.eval.every_steps} needs eval_dataset(); "
-                           "define it, or leave the key out")
+        raise TrainerError(
+            f"eval.every_steps={config.eval.every_steps} needs eval_dataset(); "
+            "define it, or leave the key out"
+        )
     return spec, programs, evaluation
 
 
 def check_no_device_touched() -> None:
-    """The data set must leave JAX's devices alone: they are not open yet, and would be other ones."""
+    """The data set must leave JAX's devices alone: they are not open yet."""
     if device_is_open():
-        raise DatasetError("__init__, dataset() or eval_dataset() used a JAX device (jnp arrays, "
-                           "jax.random, jax.devices()); make numpy arrays there")
+        raise DatasetError(
+            "__init__, dataset() or eval_dataset() used a JAX device (jnp arrays, "
+            "jax.random, jax.devices()); make numpy arrays there"
+        )
 
 
 def device_is_open() -> bool:
@@ -269,8 +343,9 @@ def compile_cache_folder(config: Config) -> str | None:
     if config.compile_cache == "off":
         return None
     folder = config.compile_cache
-    return os.path.abspath(os.path.join(config.run_dir, "compile_cache") if folder == "auto"
-                           else folder)
+    return os.path.abspath(
+        os.path.join(config.run_dir, "compile_cache") if folder == "auto" else folder
+    )
 
 
 if __name__ == "__main__":

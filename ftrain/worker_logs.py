@@ -29,6 +29,7 @@ class Logs:
     def _write(self, name: str, line: str) -> None:
         if name not in self._files:
             # Line-buffered: what is written is there, whatever becomes of the supervisor.
-            self._files[name] = open(os.path.join(self._folder, f"{name}.log"), "a",
-                                     encoding="utf-8", buffering=1)
+            self._files[name] = open(
+                os.path.join(self._folder, f"{name}.log"), "a", encoding="utf-8", buffering=1
+            )
         self._files[name].write(line + "\n")

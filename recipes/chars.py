@@ -2,9 +2,10 @@
 
     ftrain run configs/chars.yaml       about 150 seconds on 2 cores, held-out loss about 1.6
 
-The text is what `help()` shows of the language reference, and ships with Python. The model is plain
-JAX: a tree of arrays and a function of it. The schedule needs no help to survive faults: its count
-is part of the optimizer's state, and so is committed, sent to who rejoins, and saved.
+The text is what `help()` shows of the language reference, and ships with Python: the loss, in nats
+a byte, was 1.66 on that of Python 3.11 and 1.57 on that of 3.12. The model is plain JAX: a tree of
+arrays and a function of it. The schedule needs no help to survive faults: its count is part of the
+optimizer's state, and so is committed, sent to who rejoins, and saved.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Windows:
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         start = index * self.length
-        return {"tokens": self.text[start:start + self.length + 1]}
+        return {"tokens": self.text[start : start + self.length + 1]}
 
     def batch_at(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         return {"tokens": self.text[indices[:, None] * self.length + np.arange(self.length + 1)]}
@@ -43,8 +44,16 @@ class Windows:
 class CharsTrainer(ftrain.Trainer):
     """Trains the transformer with AdamW, clipped gradients, and warm-up before a cosine decay."""
 
-    def __init__(self, *, width: int = 128, layers: int = 3, heads: int = 4, length: int = 64,
-                 dropout: float = 0.1, learning_rate: float = 3e-3):
+    def __init__(
+        self,
+        *,
+        width: int = 128,
+        layers: int = 3,
+        heads: int = 4,
+        length: int = 64,
+        dropout: float = 0.1,
+        learning_rate: float = 3e-3,
+    ):
         if width % heads:
             raise ValueError(f"width={width} is not divisible by heads={heads}")
         self.width, self.layers, self.heads = width, layers, heads
@@ -52,7 +61,8 @@ class CharsTrainer(ftrain.Trainer):
         self.training_text, self.held_out_text = load_text()
         steps = self.config.steps
         self.schedule = optax.warmup_cosine_decay_schedule(
-            init_value=0.0, peak_value=learning_rate, warmup_steps=steps // 10, decay_steps=steps)
+            init_value=0.0, peak_value=learning_rate, warmup_steps=steps // 10, decay_steps=steps
+        )
 
     def dataset(self) -> Windows:
         return Windows(self.training_text, self.length)
@@ -70,12 +80,17 @@ class CharsTrainer(ftrain.Trainer):
         return {
             "embed": 0.02 * jax.random.normal(next(keys), (VOCABULARY, width)),
             "position": 0.02 * jax.random.normal(next(keys), (self.length, width)),
-            "layers": [{
-                "attention_scale": jnp.ones(width), "qkv": matrix(width, 3 * width),
-                "attention_out": matrix(width, width),
-                "mlp_scale": jnp.ones(width), "mlp_in": matrix(width, 4 * width),
-                "mlp_out": matrix(4 * width, width),
-            } for _ in range(self.layers)],
+            "layers": [
+                {
+                    "attention_scale": jnp.ones(width),
+                    "qkv": matrix(width, 3 * width),
+                    "attention_out": matrix(width, width),
+                    "mlp_scale": jnp.ones(width),
+                    "mlp_in": matrix(width, 4 * width),
+                    "mlp_out": matrix(4 * width, width),
+                }
+                for _ in range(self.layers)
+            ],
             "final_scale": jnp.ones(width),
         }
 
@@ -84,8 +99,9 @@ class CharsTrainer(ftrain.Trainer):
         return ftrain.Loss(loss, {"bits": loss / np.log(2)}, weight=tokens)
 
     def optimizer(self) -> optax.GradientTransformation:
-        return optax.chain(optax.clip_by_global_norm(1.0),
-                           optax.adamw(self.schedule, weight_decay=0.1))
+        return optax.chain(
+            optax.clip_by_global_norm(1.0), optax.adamw(self.schedule, weight_decay=0.1)
+        )
 
     def update(self, state: ftrain.TrainState, grads: Any) -> tuple[ftrain.TrainState, dict]:
         return super().update(state, grads), {"learning_rate": self.schedule(state.step)}
@@ -98,7 +114,8 @@ class CharsTrainer(ftrain.Trainer):
         """The mean loss over the tokens of a batch, in nats, and their number."""
         inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
         losses = optax.softmax_cross_entropy_with_integer_labels(
-            self.logits(params, inputs, key), targets)
+            self.logits(params, inputs, key), targets
+        )
         return losses.mean(), losses.size
 
     def logits(self, params: dict, tokens: jax.Array, key: jax.Array | None) -> jax.Array:
@@ -106,7 +123,8 @@ class CharsTrainer(ftrain.Trainer):
         x = params["embed"][tokens] + params["position"]
         for i, layer in enumerate(params["layers"]):
             attention_key, mlp_key = (
-                (None, None) if key is None else jax.random.split(jax.random.fold_in(key, i)))
+                (None, None) if key is None else jax.random.split(jax.random.fold_in(key, i))
+            )
             x += self.drop(self.attention(layer, x), attention_key)
             hidden = jax.nn.gelu(normalise(x, layer["mlp_scale"]) @ layer["mlp_in"])
             x += self.drop(hidden @ layer["mlp_out"], mlp_key)
@@ -133,7 +151,7 @@ def normalise(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def load_text() -> tuple[np.ndarray, np.ndarray]:
-    """Training text and held-out text as ASCII codes, uint8: about 620 and 33 thousand."""
+    """Training text and held-out text as ASCII codes, uint8: about 355 and 18 thousand."""
     pages = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
     # Pages repeat one another's sections: a paragraph of both texts would be known by heart.
     paragraphs = list(dict.fromkeys(pages.split("\n\n")))

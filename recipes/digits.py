@@ -1,10 +1,10 @@
 """Handwritten digits: a small convolutional network with BatchNorm and dropout, in flax.nnx.
 
-    ftrain run configs/digits.yaml      about 25 seconds on 2 cores, 98 % of the held-out digits
+    ftrain run configs/digits.yaml      about 25 seconds on 2 cores, about 99 % of held-out digits
 
-The network's parameters are trained; its BatchNorm statistics and its dropout keys are model state,
-which ftrain carries beside them through every fault. BatchNorm normalises over one shard (20 samples
-here), so its result does not depend on how many workers are alive.
+The parameters are trained; BatchNorm's statistics and dropout's keys are model state, which ftrain
+carries beside them through every fault. BatchNorm normalises over one shard (20 samples here), so
+what it computes does not depend on how many workers are alive.
 """
 
 from __future__ import annotations
@@ -65,8 +65,11 @@ class DigitsTrainer(ftrain.Trainer):
         nnx.reseed(model, default=key)
         logits = model(batch["image"])
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
-        return ftrain.Loss(loss, {"accuracy": accuracy(logits, batch["label"])},
-                           model_state=nnx.state(model, nnx.Not(nnx.Param)))
+        return ftrain.Loss(
+            loss,
+            {"accuracy": accuracy(logits, batch["label"])},
+            model_state=nnx.state(model, nnx.Not(nnx.Param)),
+        )
 
     def optimizer(self) -> optax.GradientTransformation:
         return optax.adam(self.learning_rate)
@@ -89,8 +92,10 @@ def load_digits() -> dict[str, np.ndarray]:
     """
     package = importlib.util.find_spec("sklearn")
     if package is None:
-        raise ModuleNotFoundError("the digits ship with scikit-learn, which is not installed; "
-                                  "pip install 'ftrain[recipes]'")
+        raise ModuleNotFoundError(
+            "the digits ship with scikit-learn, which is not installed; "
+            "pip install 'ftrain[recipes]'"
+        )
     path = Path(package.submodule_search_locations[0], "datasets/data/digits.csv.gz")
     rows = np.loadtxt(path, np.float32, delimiter=",")  # 64 pixels in 0 .. 16, then the class
     rows = np.random.default_rng(0).permutation(rows)

@@ -33,7 +33,7 @@ def check_deaths_explained(run: Run) -> None:
         if event["event"] != "worker_exited" or event["reason"] == "the end of the run":
             continue
         assert event["reason"]
-        later = [e["event"] for e in events[i + 1:] if e.get("worker") == event["worker"]]
+        later = [e["event"] for e in events[i + 1 :] if e.get("worker") == event["worker"]]
         if "worker_started" in later:
             assert later.index("worker_fenced") < later.index("worker_started")
 

@@ -29,17 +29,30 @@ def environment() -> dict[str, str]:
 class Run:
     """An `ftrain run` that has been started."""
 
-    def __init__(self, config: str | Path, run_dir: Path, *sets: str, command: str = "run",
-                 cwd: Path = REPOSITORY, env: dict[str, str] | None = None):
+    def __init__(
+        self,
+        config: str | Path,
+        run_dir: Path,
+        *sets: str,
+        command: str = "run",
+        cwd: Path = REPOSITORY,
+        env: dict[str, str] | None = None,
+    ):
         self.run_dir = run_dir
         self.output_file = run_dir.parent / f"{run_dir.name}.out"
         argv = [sys.executable, "-m", "ftrain.cli", command, str(config), "--run-dir", str(run_dir)]
         for item in sets:
             argv += ["--set", item]
         with open(self.output_file, "ab") as out:
-            self.process = subprocess.Popen(argv, cwd=cwd, env={**environment(), **(env or {})},
-                                            stdout=out, stderr=subprocess.STDOUT,
-                                            stdin=subprocess.DEVNULL, start_new_session=True)
+            self.process = subprocess.Popen(
+                argv,
+                cwd=cwd,
+                env={**environment(), **(env or {})},
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
 
     @property
     def output(self) -> str:
@@ -51,8 +64,9 @@ class Run:
         path = self.run_dir / name
         if not path.exists():
             return []
-        return [json.loads(line) for line in path.read_text().splitlines(True)
-                if line.endswith("\n")]
+        return [
+            json.loads(line) for line in path.read_text().splitlines(True) if line.endswith("\n")
+        ]
 
     def events(self, *names: str) -> list[dict[str, Any]]:
         """Its events so far, of those names or of all."""
@@ -63,8 +77,9 @@ class Run:
         """Its committed steps so far."""
         return self.rows("metrics.jsonl")
 
-    def wait_until(self, what: str, condition: Callable[[], Any],
-                   deadline_s: float = DEADLINE_S) -> Any:
+    def wait_until(
+        self, what: str, condition: Callable[[], Any], deadline_s: float = DEADLINE_S
+    ) -> Any:
         """Waits for a condition on the records; fails, with the output, when time is up."""
         end = time.monotonic() + deadline_s
         while True:
@@ -82,10 +97,18 @@ class Run:
         self.wait_until(f"step {step}", lambda: any(m["step"] >= step for m in self.metrics()))
 
     def wait_for_event(self, name: str, after: int = 0, **fields: Any) -> dict[str, Any]:
-        """Waits for the next event of that name and those fields, beyond the first `after` of all."""
+        """Waits for the next event of that name and those fields, beyond the first `after`."""
+
         def find() -> dict[str, Any] | None:
-            return next((e for e in self.events()[after:] if e["event"] == name and
-                         all(e.get(k) == v for k, v in fields.items())), None)
+            return next(
+                (
+                    e
+                    for e in self.events()[after:]
+                    if e["event"] == name and all(e.get(k) == v for k, v in fields.items())
+                ),
+                None,
+            )
+
         return self.wait_until(f"{name} {fields}", find)
 
     def pid(self, worker: int) -> int:

@@ -18,6 +18,7 @@ EVENT_FIELDS = {
     "run_started": {"config", "changed"},
     "coordinator_started": {"pid", "address"},
     "worker_started": {"worker", "pid", "incarnation"},
+    "worker_ready": {"worker", "pid", "seconds", "cpu_s"},
     "worker_exited": {"worker", "pid", "exit_code", "reason"},
     "worker_fenced": {"worker"},
     "view_changed": {"workers", "step"},
@@ -70,8 +71,13 @@ def test_number_of_workers_does_not_change_the_loss(tmp_path):
     """One, two and three workers see the same batches, keys and means, up to rounding."""
     losses = []
     for workers in (1, 3):
-        with running("tests/paced.yaml", tmp_path / f"run{workers}", "steps=40",
-                     "trainer_args.pause_s=0.0", f"cluster.workers={workers}") as run:
+        with running(
+            "tests/paced.yaml",
+            tmp_path / f"run{workers}",
+            "steps=40",
+            "trainer_args.pause_s=0.0",
+            f"cluster.workers={workers}",
+        ) as run:
             assert run.finish() == 0
             losses.append([r["loss"] for r in run.metrics()])
     assert np.allclose(losses[0], losses[1], rtol=1e-4)
@@ -124,8 +130,10 @@ def test_unreadable_checkpoint_is_passed_over_for_the_one_before(tmp_path):
     sets = ["cluster.workers=1", "trainer_args.pause_s=0.0", "checkpoint.every_steps=20"]
     with running("tests/paced.yaml", tmp_path / "run", "steps=60", *sets) as run:
         assert run.finish() == 0
-    largest = max((run.run_dir / "checkpoints" / "60").rglob("*"),
-                  key=lambda p: p.stat().st_size if p.is_file() else -1)
+    largest = max(
+        (run.run_dir / "checkpoints" / "60").rglob("*"),
+        key=lambda p: p.stat().st_size if p.is_file() else -1,
+    )
     os.truncate(largest, largest.stat().st_size // 2)
     with running("tests/paced.yaml", tmp_path / "run", "steps=80", *sets) as run:
         assert run.finish() == 0
@@ -199,17 +207,28 @@ def test_nothing_heavy_is_imported_before_the_first_commit(tmp_path):
         "    def after_commit(self, step, metrics, state):\n"
         "        if step == 1:\n"
         "            heavy = ['orbax', 'grain', 'sklearn', 'flax', 'pandas', 'rich']\n"
-        "            print('heavy:', [m for m in heavy if m in sys.modules])\n")
-    with running("configs/linear.yaml", tmp_path / "run", f"trainer={script}:Looks", "steps=20",
-                 "cluster.workers=1") as run:
+        "            print('heavy:', [m for m in heavy if m in sys.modules])\n"
+    )
+    with running(
+        "configs/linear.yaml",
+        tmp_path / "run",
+        f"trainer={script}:Looks",
+        "steps=20",
+        "cluster.workers=1",
+    ) as run:
         assert run.finish() == 0
         assert "heavy: []" in run.output
 
 
 def test_user_prints_come_once_and_logs_keep_all(tmp_path):
     """The screen has the lowest worker's print, marked with its number; every log has its own."""
-    with running("tests/paced.yaml", tmp_path / "run", "trainer=tests/trainers.py:Forks",
-                 "steps=20", "trainer_args.pause_s=0.0") as run:
+    with running(
+        "tests/paced.yaml",
+        tmp_path / "run",
+        "trainer=tests/trainers.py:Forks",
+        "steps=20",
+        "trainer_args.pause_s=0.0",
+    ) as run:
         assert run.finish() == 0
         assert run.output.count("forked ") == 1 and "[0] forked " in run.output
         for worker in range(4):
@@ -220,8 +239,11 @@ def test_start_is_told_within_seconds(tmp_path):
     """Progress is a plain line where there is no terminal: step, loss, samples/s, time, workers."""
     with running("tests/paced.yaml", tmp_path / "run", "steps=400") as run:
         run.wait_for_step(2)
-        line = run.wait_until("a progress line", lambda: next(
-            (x for x in run.output.splitlines() if "samples/s" in x), None), 30)
+        line = run.wait_until(
+            "a progress line",
+            lambda: next((x for x in run.output.splitlines() if "samples/s" in x), None),
+            30,
+        )
         for word in ("/400", "loss", "samples/s", "left", "workers 0 1 2 3"):
             assert word in line
         os.kill(run.process.pid, signal.SIGTERM)

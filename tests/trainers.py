@@ -46,22 +46,29 @@ class Paced(ftrain.Trainer):
         return {"x": np.arange(100, dtype=np.float32) / 96}
 
     def init_params(self, key):
-        return ftrain.Init({"w": jax.random.normal(key, (8,))},
-                           {"count": jnp.int32(0), "walk": jnp.zeros(3), "still": jnp.float32(0.1)})
+        return ftrain.Init(
+            {"w": jax.random.normal(key, (8,))},
+            {"count": jnp.int32(0), "walk": jnp.zeros(3), "still": jnp.float32(0.1)},
+        )
 
     def loss(self, params, batch, key, model_state):
         noise = 0.01 * jax.random.normal(key, batch["x"].shape)
         value = jnp.mean((params["w"].sum() - batch["x"] + noise) ** 2)
-        state = {**model_state, "count": model_state["count"] + 1,
-                 "walk": model_state["walk"] + jax.random.normal(key, (3,))}
+        state = {
+            **model_state,
+            "count": model_state["count"] + 1,
+            "walk": model_state["walk"] + jax.random.normal(key, (3,)),
+        }
         return ftrain.Loss(value, {"bias": jnp.mean(batch["x"])}, model_state=state)
 
     def optimizer(self):
         return optax.sgd(0.01, momentum=0.9)
 
     def evaluate(self, state, batch):
-        return {"error": jnp.mean((state.params["w"].sum() - batch["x"]) ** 2),
-                "mean": jnp.mean(batch["x"])}
+        return {
+            "error": jnp.mean((state.params["w"].sum() - batch["x"]) ** 2),
+            "mean": jnp.mean(batch["x"]),
+        }
 
 
 def mine(worker: int) -> bool:

@@ -22,10 +22,14 @@ from tests.runs import running
 
 def held_by(pid: int) -> dict[str, int]:
     """What a process holds."""
-    status = dict(line.split(":", 1) for line in
-                  Path(f"/proc/{pid}/status").read_text().splitlines())
-    return {"descriptors": len(os.listdir(f"/proc/{pid}/fd")),
-            "threads": int(status["Threads"]), "rss_mb": int(status["VmRSS"].split()[0]) // 1024}
+    status = dict(
+        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+    )
+    return {
+        "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
+        "threads": int(status["Threads"]),
+        "rss_mb": int(status["VmRSS"].split()[0]) // 1024,
+    }
 
 
 def main() -> None:
@@ -47,9 +51,13 @@ def main() -> None:
             seen, before = len(run.events()), len(run.metrics())
             run.kill(arguments.victim)
             run.wait_back(arguments.victim, seen)
-            run.wait_until("a commit of all", lambda b=before: any(
-                arguments.victim not in m["workers"] for m in run.metrics()[b:])
-                and arguments.victim in run.metrics()[-1]["workers"])
+            run.wait_until(
+                "a commit of all",
+                lambda b=before: (
+                    any(arguments.victim not in m["workers"] for m in run.metrics()[b:])
+                    and arguments.victim in run.metrics()[-1]["workers"]
+                ),
+            )
             run.wait_for_step(run.metrics()[-1]["step"] + 15)  # the victim's budget is renewed
             rows.append(held_by(pid))
             if cycle in (0, 1, 2) or (cycle + 1) % 5 == 0:

@@ -27,17 +27,29 @@ def measure(run: Run, worker: int) -> dict[str, float]:
     """One kill: seconds to the survivors' next commit, and from the restart to its first commit."""
     seen, before = len(run.events()), len(run.metrics())
     t = run.kill(worker)
-    commit = run.wait_until("the survivors' next commit", lambda: next(
-        (m for m in run.metrics()[before:] if worker not in m["workers"]), None))
+    commit = run.wait_until(
+        "the survivors' next commit",
+        lambda: next((m for m in run.metrics()[before:] if worker not in m["workers"]), None),
+    )
     back = run.wait_back(worker, seen)
     started = run.wait_for_event("worker_started", after=seen, worker=worker)
     ready = run.wait_for_event("worker_ready", after=seen, worker=worker)
-    first = run.wait_until("its first commit", lambda: next(
-        (m for m in run.metrics()[before:] if m["t"] > back["t"] and worker in m["workers"]), None))
-    return {"worker": worker, "kill_to_commit_s": commit["t"] - t,
-            "restart_to_commit_s": first["t"] - started["t"], "start_cpu_s": ready["cpu_s"],
-            "kill_to_back_s": first["t"] - t, "sync_s": back["seconds"],
-            "survivors_waited_s": first["step_time_s"]}
+    first = run.wait_until(
+        "its first commit",
+        lambda: next(
+            (m for m in run.metrics()[before:] if m["t"] > back["t"] and worker in m["workers"]),
+            None,
+        ),
+    )
+    return {
+        "worker": worker,
+        "kill_to_commit_s": commit["t"] - t,
+        "restart_to_commit_s": first["t"] - started["t"],
+        "start_cpu_s": ready["cpu_s"],
+        "kill_to_back_s": first["t"] - t,
+        "sync_s": back["seconds"],
+        "survivors_waited_s": first["step_time_s"],
+    }
 
 
 def main() -> None:
@@ -57,21 +69,31 @@ def main() -> None:
         workers = run.events("run_started")[0]["config"]["cluster"]["workers"]
         for number in range(arguments.kills):
             rows.append(measure(run, draw.randrange(workers)))
-            print(number, " ".join(f"{k}={v:.3f}" if isinstance(v, float) else f"{k}={v}"
-                                   for k, v in rows[-1].items()), flush=True)
+            print(
+                number,
+                " ".join(
+                    f"{k}={v:.3f}" if isinstance(v, float) else f"{k}={v}"
+                    for k, v in rows[-1].items()
+                ),
+                flush=True,
+            )
             run.wait_for_step(run.metrics()[-1]["step"] + arguments.pause_steps)
         os.kill(run.process.pid, signal.SIGTERM)
         code = run.finish()
     for name in rows[0]:
         if name != "worker":
             values = sorted(row[name] for row in rows)
-            print(f"{name:22} median {statistics.median(values):.3f}  "
-                  f"min {values[0]:.3f}  max {values[-1]:.3f}")
-    print(f"exit code {code} (75: stopped on request), "
-          f"{len(run.events('checkpoint_restored'))} restores, "
-          f"{len(run.events('digest_agreed'))} digests agreed, steps "
-          f"{run.metrics()[-1]['step']}, each once: "
-          f"{[m['step'] for m in run.metrics()] == list(range(1, run.metrics()[-1]['step'] + 1))}")
+            print(
+                f"{name:22} median {statistics.median(values):.3f}  "
+                f"min {values[0]:.3f}  max {values[-1]:.3f}"
+            )
+    print(
+        f"exit code {code} (75: stopped on request), "
+        f"{len(run.events('checkpoint_restored'))} restores, "
+        f"{len(run.events('digest_agreed'))} digests agreed, steps "
+        f"{run.metrics()[-1]['step']}, each once: "
+        f"{[m['step'] for m in run.metrics()] == list(range(1, run.metrics()[-1]['step'] + 1))}"
+    )
     (arguments.run_dir / "recovery.json").write_text(json.dumps(rows, indent=1))
 
 

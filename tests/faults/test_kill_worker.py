@@ -21,11 +21,17 @@ def test_killed_workers_cost_no_committed_step_and_come_back(tmp_path):
             seen = len(run.events())
             t = run.kill(*workers)
             survivors = [w for w in range(4) if w not in workers]
-            run.wait_until("the survivors' next commit", lambda t=t, s=survivors: any(
-                m["t"] > t and m["workers"] == s for m in run.metrics()))
+            run.wait_until(
+                "the survivors' next commit",
+                lambda t=t, s=survivors: any(
+                    m["t"] > t and m["workers"] == s for m in run.metrics()
+                ),
+            )
             for worker in workers:
                 run.wait_back(worker, seen)
-        run.wait_until("all four training again", lambda: run.metrics()[-1]["workers"] == [0, 1, 2, 3])
+        run.wait_until(
+            "all four training again", lambda: run.metrics()[-1]["workers"] == [0, 1, 2, 3]
+        )
         assert run.finish() == 0
         check_each_step_once(run, 900)
         check_replicas_agree(run)
@@ -36,8 +42,9 @@ def test_killed_workers_cost_no_committed_step_and_come_back(tmp_path):
         killed = [e for e in run.events("worker_exited") if e.get("signal") == "SIGKILL"]
         assert sorted(e["worker"] for e in killed) == [0, 1, 2, 3]
         for worker in range(4):
-            line = next(x for x in run.output.splitlines()
-                        if x.startswith(f"worker {worker} (pid "))
+            line = next(
+                x for x in run.output.splitlines() if x.startswith(f"worker {worker} (pid ")
+            )
             assert "died of SIGKILL" in line and "went on with step" in line
             assert f"worker {worker} is back after" in run.output
 
@@ -50,8 +57,10 @@ def test_kills_do_not_change_what_is_learned(tmp_path):
             if kill:
                 run.wait_for_step(20)
                 run.kill(1)
-                run.wait_until("a commit of three", lambda: any(
-                    m["workers"] == [0, 2, 3] for m in run.metrics()))
+                run.wait_until(
+                    "a commit of three",
+                    lambda: any(m["workers"] == [0, 2, 3] for m in run.metrics()),
+                )
                 run.wait_back(1, 10)
             assert run.finish() == 0
             losses.append([m["loss"] for m in run.metrics()])
@@ -75,8 +84,9 @@ def test_all_but_one_die_at_once(tmp_path):
 
 def test_all_die_at_once_and_the_checkpoint_continues(tmp_path):
     """When nobody is left the newest checkpoint is, and the records say what was done again."""
-    with running("tests/paced.yaml", tmp_path / "run", "steps=200",
-                 "checkpoint.every_steps=25") as run:
+    with running(
+        "tests/paced.yaml", tmp_path / "run", "steps=200", "checkpoint.every_steps=25"
+    ) as run:
         run.wait_for_event("checkpoint_saved", step=50)
         run.kill(0, 1, 2, 3)
         restored = run.wait_for_event("checkpoint_restored")
@@ -103,8 +113,13 @@ def test_fewer_than_min_workers_wait_for_the_others(tmp_path):
 
 def test_below_min_workers_for_too_long_saves_and_exits_75(tmp_path):
     """A worker that cannot come back in time: the state is saved, the same command continues."""
-    with running("tests/paced.yaml", tmp_path / "run", "steps=300", "cluster.min_workers=4",
-                 "cluster.below_min_timeout_s=0.2") as run:
+    with running(
+        "tests/paced.yaml",
+        tmp_path / "run",
+        "steps=300",
+        "cluster.min_workers=4",
+        "cluster.below_min_timeout_s=0.2",
+    ) as run:
         run.wait_for_step(20)
         run.kill(3)
         assert run.finish(30) == 75

@@ -1,4 +1,4 @@
-"""A worker's own errors: in its data, in its hook, on one and on all; and code that cannot start."""
+"""A worker's own errors: in its data, in its hook, on one, on all, and before it starts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ TRAINERS = "trainer=tests/trainers.py:"
 
 def test_error_on_one_worker_replaces_that_worker(tmp_path):
     """The others go on, it comes back, and its traceback is in its log."""
-    with running("tests/paced.yaml", tmp_path / "run", TRAINERS + "FailsInData",
-                 "steps=400") as run:
+    with running(
+        "tests/paced.yaml", tmp_path / "run", TRAINERS + "FailsInData", "steps=400"
+    ) as run:
         run.wait_for_event("worker_exited", worker=1)
         assert run.finish() == 0
         check_each_step_once(run, 400)
@@ -27,12 +28,14 @@ def test_error_on_one_worker_replaces_that_worker(tmp_path):
 
 def test_error_in_the_hook_replaces_that_worker(tmp_path):
     """Hooks come in order, at most once a step, and the next lowest goes on with them."""
-    with running("tests/paced.yaml", tmp_path / "run", TRAINERS + "FailsInHook",
-                 "steps=60") as run:
+    with running("tests/paced.yaml", tmp_path / "run", TRAINERS + "FailsInHook", "steps=60") as run:
         assert run.finish() == 0
         check_each_step_once(run, 60)
-        hooks = [int(line.split("step ")[1].split(":")[0]) for line in run.output.splitlines()
-                 if "hook after step" in line]
+        hooks = [
+            int(line.split("step ")[1].split(":")[0])
+            for line in run.output.splitlines()
+            if "hook after step" in line
+        ]
         assert hooks == sorted(set(hooks)) and 5 in hooks and len(hooks) >= 59
         assert run.events("worker_exited")[0]["reason"] == "RuntimeError: the hook is broken"
 
@@ -46,15 +49,18 @@ def test_same_error_everywhere_stops_with_the_first_traceback_last(tmp_path):
         check_nothing_left(run)
 
 
-@pytest.mark.parametrize("trainer, says", [
-    ("RaisesInDataset", "ValueError: boom-\u00e9"),
-    ("BadLoss", "KeyError: 'no such thing'"),
-    ("Empty", "dataset(): has 0 samples; it needs at least 1"),
-    ("TouchesDevice", "used a JAX device"),
-    ("IntegerParams", "parameters are floating"),
-    ("NotATrainer", "NotATrainer is no subclass of ftrain.Trainer"),
-    ("Nobody", "has no class Nobody"),
-])
+@pytest.mark.parametrize(
+    "trainer, says",
+    [
+        ("RaisesInDataset", "ValueError: boom-\u00e9"),
+        ("BadLoss", "KeyError: 'no such thing'"),
+        ("Empty", "dataset(): has 0 samples; it needs at least 1"),
+        ("TouchesDevice", "used a JAX device"),
+        ("IntegerParams", "parameters are floating"),
+        ("NotATrainer", "NotATrainer is no subclass of ftrain.Trainer"),
+        ("Nobody", "has no class Nobody"),
+    ],
+)
 def test_trainer_that_cannot_start_is_told_once(tmp_path, trainer, says):
     """Exit 2, one message for all four workers, the user's traceback where there is one."""
     with running("tests/paced.yaml", tmp_path / "run", TRAINERS + trainer) as run:
@@ -66,10 +72,13 @@ def test_trainer_that_cannot_start_is_told_once(tmp_path, trainer, says):
         check_nothing_left(run)
 
 
-@pytest.mark.parametrize("sets, says", [
-    (["trainer=tests/broken_file.py:X"], "No module named 'a_module_that_is_not_there'"),
-    ([TRAINERS + "Paced", "trainer_args.speed=3"], "trainer_args: got an unexpected keyword"),
-])
+@pytest.mark.parametrize(
+    "sets, says",
+    [
+        (["trainer=tests/broken_file.py:X"], "No module named 'a_module_that_is_not_there'"),
+        ([TRAINERS + "Paced", "trainer_args.speed=3"], "trainer_args: got an unexpected keyword"),
+    ],
+)
 def test_file_that_cannot_be_used_is_told_once(tmp_path, sets, says):
     """An import error and a wrong constructor argument are exit 2, in one message."""
     with running("tests/paced.yaml", tmp_path / "run", *sets, "trainer_args.pause_s=0.1") as run:

@@ -12,8 +12,9 @@ from tests.runs import is_alive, running
 
 def test_coordinator_death_restarts_all_from_the_newest_checkpoint(tmp_path):
     """All workers come back with the saved state; nothing starts over silently."""
-    with running("tests/paced.yaml", tmp_path / "run", "steps=200",
-                 "checkpoint.every_steps=25") as run:
+    with running(
+        "tests/paced.yaml", tmp_path / "run", "steps=200", "checkpoint.every_steps=25"
+    ) as run:
         run.wait_for_event("checkpoint_saved", step=50)
         os.kill(run.events("coordinator_started")[-1]["pid"], signal.SIGKILL)
         restored = run.wait_for_event("checkpoint_restored")
@@ -57,8 +58,9 @@ def test_rerun_right_after_the_supervisor_was_killed_waits_for_its_remains(tmp_p
 
 def test_stopped_worker_is_named_ended_and_replaced(tmp_path):
     """SIGSTOP: within hang_timeout_s + 1 s the culprit is ended; the others go on."""
-    with running("tests/paced.yaml", tmp_path / "run", "steps=500",
-                 "cluster.hang_timeout_s=3") as run:
+    with running(
+        "tests/paced.yaml", tmp_path / "run", "steps=500", "cluster.hang_timeout_s=3"
+    ) as run:
         run.wait_for_step(20)
         seen = len(run.events())
         t = run.kill(2, number=signal.SIGSTOP)
@@ -73,8 +75,13 @@ def test_stopped_worker_is_named_ended_and_replaced(tmp_path):
 
 def test_worker_spinning_in_c_is_ended(tmp_path):
     """Whatever its interpreter does, its phase is read from outside."""
-    with running("tests/paced.yaml", tmp_path / "run", "trainer=tests/trainers.py:SpinsInC",
-                 "steps=300", "cluster.hang_timeout_s=3") as run:
+    with running(
+        "tests/paced.yaml",
+        tmp_path / "run",
+        "trainer=tests/trainers.py:SpinsInC",
+        "steps=300",
+        "cluster.hang_timeout_s=3",
+    ) as run:
         hang = run.wait_for_event("hang_detected", worker=0)
         assert hang["phase"] == "hook"
         assert run.finish() == 0
@@ -92,13 +99,16 @@ def test_terminated_worker_is_replaced_like_a_killed_one(tmp_path):
         assert run.finish() == 0
         check_each_step_once(run, 500)
         assert [e["signal"] for e in run.events("worker_exited") if "signal" in e] == [
-            "SIGTERM", "SIGINT"]
+            "SIGTERM",
+            "SIGINT",
+        ]
 
 
 def test_logs_keep_whole_lines_and_the_last_words(tmp_path):
     """200 long lines, bytes that are no text and an unfinished line, then SIGKILL: all is kept."""
-    with running("tests/paced.yaml", tmp_path / "run", "trainer=tests/trainers.py:Talks",
-                 "steps=100") as run:
+    with running(
+        "tests/paced.yaml", tmp_path / "run", "trainer=tests/trainers.py:Talks", "steps=100"
+    ) as run:
         assert run.finish() == 0
         lines = (run.run_dir / "logs" / "worker-0.log").read_text().splitlines()
         for i in range(200):

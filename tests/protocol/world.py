@@ -168,9 +168,7 @@ class World:
         stall = not violation and not done
         if stall:
             self.note("STALL")
-        self.count.update(
-            ghosts=self.service.ghosts, settle_failures=self.service.settle_failures
-        )
+        self.count.update(ghosts=self.service.ghosts, settle_failures=self.service.settle_failures)
         return Verdict(violation, stall, self.deadlock, self.count)
 
     def tick(self) -> None:

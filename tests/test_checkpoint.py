@@ -1,0 +1,543 @@
+"""Checkpoints: what is written comes back; what is torn is passed over by name.
+
+Orbax writes real files here; damage is done to copies of one run folder.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from ftrain import checkpoint
+from ftrain.checkpoint import Saver, load_params, load_state, restore_newest
+from ftrain.errors import CheckpointNotFoundError, CheckpointUnreadableError, StateMismatchError
+from ftrain.state import Committed, StateSpec, TrainState, spec_of, to_host
+from tests.test_state import EVERY_KIND, bits_of, state_of
+
+# Orbax does not wait for its other reads when one has failed; they end in a closed event loop.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+DEADLINE_S = 30.0
+LENGTH = 960  # samples of the data set
+OLDER, NEWER = 100, 200
+
+
+class Point(NamedTuple):
+    """A tree node of the user's own."""
+
+    x: Any
+    y: Any
+
+
+def write(run_dir: Path, spec: StateSpec, state: Committed) -> None:
+    checkpoint.write_checkpoint(
+        checkpoint.checkpoint_folder(str(run_dir)) / str(state.step),
+        spec,
+        state,
+        to_host(state.leaves),
+        worker=0,
+        dataset_length=LENGTH,
+    )
+
+
+class Reports(list):
+    """The records that were reported, as (name, fields)."""
+
+    def __call__(self, name: str, **fields: Any) -> None:
+        self.append((name, fields))
+
+    def of(self, name: str) -> list[dict[str, Any]]:
+        return [fields for reported, fields in self if reported == name]
+
+
+def restore(
+    run_dir: Path,
+    spec: StateSpec,
+    *,
+    dataset_length: int = LENGTH,
+    report: Callable[..., None] = lambda name, **fields: None,
+) -> Committed | None:
+    return restore_newest(
+        str(run_dir), spec, worker=0, dataset_length=dataset_length, report=report
+    )
+
+
+def same_bits(a: Committed | None, b: Committed) -> bool:
+    return (
+        a is not None
+        and (a.step, a.cursor) == (b.step, b.cursor)
+        and [(x.dtype, x.shape, bits_of(x)) for x in a.leaves]
+        == [(x.dtype, x.shape, bits_of(x)) for x in b.leaves]
+    )
+
+
+def weights(step: int) -> tuple[StateSpec, Committed]:
+    """A state large enough for data files of its own, and that does not compress."""
+    values = np.random.default_rng(step).integers(0, 2**32, 8192, np.uint32).view(np.float32)
+    return state_of({"w": jnp.asarray(values)}, step=step, cursor=step * 48)
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory) -> Path:
+    """A run folder with the steps OLDER and NEWER. Tests damage copies of it."""
+    run_dir = tmp_path_factory.mktemp("run")
+    for step in (OLDER, NEWER):
+        write(run_dir, *weights(step))
+    return run_dir
+
+
+@pytest.fixture
+def run_dir(two_checkpoints, tmp_path) -> Path:
+    """A copy of `two_checkpoints`."""
+    return shutil.copytree(two_checkpoints, tmp_path / "run")
+
+
+# There and back.
+
+
+@pytest.mark.parametrize("tree", ["params", "opt_state", "model_state"])
+def test_leaves_of_every_kind_come_back_bit_for_bit(tmp_path, tree):
+    """Every dtype, shape and key implementation, wherever in the state."""
+    trees = {"params": {}, "opt_state": (), "model_state": None, tree: EVERY_KIND}
+    spec, state = state_of(**trees, step=7, cursor=2**40)
+    write(tmp_path, spec, state)
+    assert same_bits(restore(tmp_path, spec), state)
+
+
+def test_optax_and_nested_trees_come_back(tmp_path):
+    """Named tuples, lists in dicts, empty nodes and None."""
+    params = {"layers": [{"w": jnp.ones((2, 3))}, {"w": jnp.zeros(3)}], "p": Point(jnp.ones(1), ())}
+    spec, state = state_of(params, optax.adamw(1e-3).init(params), {"none": None})
+    write(tmp_path, spec, state)
+    assert same_bits(restore(tmp_path, spec), state)
+
+
+def test_a_state_without_leaves_comes_back(tmp_path):
+    """Step and cursor alone."""
+    spec, state = state_of({})
+    write(tmp_path, spec, state)
+    assert same_bits(restore(tmp_path, spec), state)
+
+
+def test_a_second_write_of_a_step_replaces_the_first(tmp_path):
+    """After a rewind the same step is reached again, with other bits."""
+    spec, state = state_of({"w": jnp.ones(3)})
+    write(tmp_path, spec, state)
+    again = state._replace(leaves=[jnp.zeros(3)])
+    write(tmp_path, spec, again)
+    assert same_bits(restore(tmp_path, spec), again)
+
+
+def test_the_newest_is_restored_and_reported(run_dir):
+    """By number, not by name or time: 200 after 100."""
+    spec, state = weights(NEWER)
+    report = Reports()
+    assert same_bits(restore(run_dir, spec, report=report), state)
+    assert report == [("checkpoint_restored", {"step": NEWER, "tier": "disk"})]
+
+
+def test_step_numbers_are_compared_as_numbers(tmp_path):
+    """90 is older than 100."""
+    for step in (90, 100):
+        write(tmp_path, *state_of({"w": jnp.full(2, float(step))}, step=step))
+    assert restore(tmp_path, state_of({"w": jnp.ones(2)})[0]).step == 100
+
+
+@pytest.mark.parametrize("folder", ["checkpoints", "."])
+def test_a_run_without_checkpoints_has_none(tmp_path, folder):
+    """A new run begins at step 0, and nothing is reported as skipped."""
+    (tmp_path / folder).mkdir(exist_ok=True)
+    report = Reports()
+    assert restore(tmp_path, weights(1)[0], report=report) is None and report == []
+
+
+def test_what_orbax_has_not_renamed_yet_is_no_checkpoint(run_dir):
+    """A worker died while it wrote."""
+    shutil.copytree(
+        run_dir / "checkpoints" / str(NEWER), run_dir / "checkpoints" / "300.orbax-checkpoint-tmp-1"
+    )
+    report = Reports()
+    assert restore(run_dir, weights(1)[0], report=report).step == NEWER
+    assert report.of("checkpoint_skipped") == []
+
+
+# What users load.
+
+
+def test_load_params_gives_nested_dicts_and_lists_of_numpy(tmp_path):
+    """A script needs neither the trainer nor a device."""
+    params = {"layers": [{"w": jnp.ones((2, 3))}, {"w": jnp.zeros(3)}], "b": jnp.float32(2)}
+    write(tmp_path, *state_of(params))
+    got = load_params(str(tmp_path))
+    assert jax.tree.structure(got) == jax.tree.structure(params)
+    assert all(type(leaf) is np.ndarray for leaf in jax.tree.leaves(got))
+    assert got["layers"][0]["w"].tolist() == [[1, 1, 1], [1, 1, 1]] and got["b"] == 2
+
+
+def test_load_params_takes_the_tree_of_like(tmp_path):
+    """Node types of the user's own come back as such."""
+    like = Point({"a": jnp.zeros(2)}, (jnp.zeros(()), jnp.zeros(1)))
+    write(tmp_path, *state_of(jax.tree.map(jnp.ones_like, like)))
+    got = load_params(str(tmp_path), like=like)
+    assert isinstance(got, Point) and got.x["a"].tolist() == [1, 1] and isinstance(got.y, tuple)
+
+
+def test_params_that_are_one_array_load_as_one_array(tmp_path):
+    """A tree may be a leaf."""
+    write(tmp_path, *state_of(jnp.arange(3.0)))
+    assert load_params(str(tmp_path)).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("kind", sorted(EVERY_KIND))
+def test_load_params_keeps_every_kind_of_leaf(every_kind, kind):
+    """Bits and dtype; typed keys are keys again."""
+    got = load_params(every_kind)[kind]
+    wanted = EVERY_KIND[kind]
+    assert (got.dtype, got.shape, bits_of(got)) == (wanted.dtype, wanted.shape, bits_of(wanted))
+
+
+@pytest.fixture(scope="module")
+def every_kind(tmp_path_factory) -> str:
+    """A run folder whose parameters are leaves of every kind."""
+    folder = tmp_path_factory.mktemp("kinds")
+    write(folder, *state_of(EVERY_KIND))
+    return str(folder)
+
+
+def test_load_state_has_all_of_it(tmp_path):
+    """Parameters without batch statistics, or a schedule without its count, are useless."""
+    tx = optax.sgd(0.1, momentum=0.9)
+    params, model = {"w": jnp.ones(3)}, {"mean": jnp.full(3, 2.0), "key": jax.random.key(1)}
+    write(tmp_path, *state_of(params, tx.init(params), model, step=5, cursor=2**33))
+    like = TrainState(0, 0, params, tx.init(params), model)
+    got = load_state(str(tmp_path), like=like)
+    assert (int(got.step), int(got.cursor)) == (5, 2**33)
+    assert (got.step.dtype, got.cursor.dtype) == (np.int32, np.int64)
+    assert jax.tree.structure(got) == jax.tree.structure(like)
+    assert got.model_state["mean"].tolist() == [2, 2, 2]
+    assert bits_of(got.model_state["key"]) == bits_of(model["key"])
+
+
+def test_load_state_without_like_has_none_for_a_tree_without_leaves(tmp_path):
+    """A trainer without model state."""
+    write(tmp_path, *state_of({"w": jnp.ones(3)}, (), None))
+    got = load_state(str(tmp_path))
+    assert got.model_state is None and got.params["w"].tolist() == [1, 1, 1]
+
+
+def test_a_list_with_empty_places_keeps_its_indices(tmp_path):
+    """`params["layers"][1]` is layer 1, though layer 0 (a flatten, say) has no parameters."""
+    write(tmp_path, *state_of({"layers": [{}, {"w": jnp.ones(2)}]}))
+    assert load_params(str(tmp_path))["layers"][1]["w"].tolist() == [1, 1]
+
+
+def test_a_like_of_another_tree_is_refused_by_name(tmp_path):
+    """Both sides are named, as where a run is continued."""
+    write(tmp_path, *state_of({"w": jnp.ones(2)}))
+    with pytest.raises(StateMismatchError, match="v"):
+        load_params(str(tmp_path), like={"w": jnp.ones(2), "v": jnp.ones(2)})
+
+
+def test_a_like_with_other_names_is_refused(tmp_path):
+    """Two leaves that changed places must not be taken for one another."""
+    write(tmp_path, *state_of({"a": jnp.zeros(2), "b": jnp.ones(2)}))
+    with pytest.raises(StateMismatchError):
+        load_params(str(tmp_path), like={"b": jnp.ones(2), "c": jnp.ones(2)})
+
+
+def test_a_given_step_is_loaded(run_dir):
+    """Not the newest then."""
+    assert int(load_state(str(run_dir), step=OLDER).step) == OLDER
+    got = load_params(str(run_dir), step=OLDER)["w"]
+    assert bits_of(got) == bits_of(weights(OLDER)[1].leaves[0])
+
+
+def test_a_step_that_is_not_there_names_those_that_are(run_dir):
+    """Value, rule and what to do."""
+    with pytest.raises(CheckpointNotFoundError, match="of step 150; use one of the steps 200, 100"):
+        load_params(str(run_dir), step=150)
+
+
+def test_loading_from_a_folder_without_checkpoints_says_so(tmp_path):
+    """The folder is named."""
+    with pytest.raises(CheckpointNotFoundError, match=f"{tmp_path} has no checkpoint;"):
+        load_params(str(tmp_path))
+
+
+# Torn.
+
+
+def largest_file(path: Path) -> Path:
+    return max((f for f in path.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+
+
+def truncate(path: Path) -> None:
+    file = largest_file(path)
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def flip_bit(path: Path) -> None:
+    file = largest_file(path)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 16
+    file.write_bytes(data)
+
+
+def empty(path: Path) -> None:
+    shutil.rmtree(path)
+    path.mkdir()
+
+
+def lose_metadata(path: Path) -> None:
+    (path / "_METADATA").unlink()
+
+
+def lose_data(path: Path) -> None:
+    largest_file(path).unlink()
+
+
+DAMAGE = [truncate, flip_bit, empty, lose_metadata, lose_data]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_torn_checkpoint_falls_back_to_the_one_before_it(run_dir, damage):
+    """It is named with the reason, and the older one is taken, whole."""
+    damage(run_dir / "checkpoints" / str(NEWER))
+    spec, state = weights(OLDER)
+    report = Reports()
+    assert same_bits(restore(run_dir, spec, report=report), state)
+    [skipped] = report.of("checkpoint_skipped")
+    assert skipped["step"] == NEWER and skipped["why"] and "\n" not in skipped["why"]
+    assert report.of("checkpoint_restored") == [{"step": OLDER, "tier": "disk"}]
+
+
+def test_whatever_file_is_damaged_the_state_is_a_whole_one(two_checkpoints, tmp_path):
+    """Each file of a checkpoint lost, cut or altered: the newest state exactly, or the older."""
+    spec, newer = weights(NEWER)
+    _, older = weights(OLDER)
+    top = two_checkpoints / "checkpoints" / str(NEWER)
+    wrong = []
+    for file in sorted(f.relative_to(top) for f in top.rglob("*") if f.is_file()):
+        for how in ("lost", "cut", "altered"):
+            copy = shutil.copytree(two_checkpoints, tmp_path / "-".join([*file.parts, how]))
+            target = copy / "checkpoints" / str(NEWER) / file
+            data = bytearray(target.read_bytes())
+            data[len(data) // 3] ^= 1
+            target.unlink()
+            if how != "lost":
+                target.write_bytes(data if how == "altered" else data[:-1])
+            got = restore(copy, spec)
+            if not (same_bits(got, newer) or same_bits(got, older)):
+                wrong.append((str(file), how))
+    assert wrong == []
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_bit, empty])
+@pytest.mark.parametrize("load", [load_params, lambda folder: load_state(folder).params])
+def test_loading_passes_over_a_torn_checkpoint(run_dir, damage, load):
+    """A user gets the parameters of the newest that is whole, never altered ones."""
+    damage(run_dir / "checkpoints" / str(NEWER))
+    assert bits_of(load(str(run_dir))["w"]) == bits_of(weights(OLDER)[1].leaves[0])
+
+
+def test_a_torn_checkpoint_that_was_asked_for_is_an_error(run_dir):
+    """No other takes its place."""
+    truncate(run_dir / "checkpoints" / str(NEWER))
+    with pytest.raises(CheckpointUnreadableError, match=f"checkpoints/{NEWER} cannot be read"):
+        load_params(str(run_dir), step=NEWER)
+
+
+def test_a_run_with_no_good_checkpoint_left_does_not_start_afresh(run_dir):
+    """Both are named as skipped, and what to do is said."""
+    for step in (OLDER, NEWER):
+        empty(run_dir / "checkpoints" / str(step))
+    report = Reports()
+    with pytest.raises(CheckpointUnreadableError, match="none of the steps .200, 100. can be read"):
+        restore(run_dir, weights(1)[0], report=report)
+    assert [s["step"] for s in report.of("checkpoint_skipped")] == [NEWER, OLDER]
+
+
+def test_a_checkpoint_of_another_format_is_not_read(tmp_path, monkeypatch):
+    """A newer ftrain's: named with both numbers, not guessed at."""
+    spec, state = state_of({"w": jnp.ones(3)})
+    monkeypatch.setattr(checkpoint, "FORMAT", 99)
+    write(tmp_path, spec, state)
+    monkeypatch.undo()
+    report = Reports()
+    with pytest.raises(CheckpointUnreadableError):
+        restore(tmp_path, spec, report=report)
+    assert "its format is 99, this ftrain reads 1" in report.of("checkpoint_skipped")[0]["why"]
+
+
+# Another trainer or data set.
+
+
+CHANGED = {
+    "another shape": (
+        {"w": jnp.ones(4), "b": jnp.ones(())},
+        "params['w']: this trainer has float32[4], checkpoint 3 has float32[3]",
+    ),
+    "another dtype": (
+        {"w": jnp.ones(3, jnp.bfloat16), "b": jnp.ones(())},
+        "params['w']: this trainer has bfloat16[3], checkpoint 3 has float32[3]",
+    ),
+    "one more": (
+        {"w": jnp.ones(3), "b": jnp.ones(()), "c": jnp.ones(())},
+        "params['c']: this trainer has float32[], checkpoint 3 has no such leaf",
+    ),
+    "one less": (
+        {"w": jnp.ones(3)},
+        "params['b']: this trainer has no such leaf, checkpoint 3 has float32[]",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_a_changed_tree_is_refused_with_the_leaf_and_both_sides(tmp_path, change):
+    """Not skipped as torn: the older checkpoints would not fit either."""
+    tree, message = CHANGED[change]
+    write(tmp_path, *state_of({"w": jnp.ones(3), "b": jnp.ones(())}))
+    with pytest.raises(StateMismatchError) as caught:
+        restore(tmp_path, spec_of(tree, (), None))
+    assert message in str(caught.value)
+
+
+def test_another_length_of_the_data_set_is_refused(run_dir):
+    """The cursor would mean other samples; both lengths are named."""
+    with pytest.raises(StateMismatchError) as caught:
+        restore(run_dir, weights(1)[0], dataset_length=961)
+    assert "len(dataset()): this worker has 961, checkpoint 200 has 960" in str(caught.value)
+
+
+# The thread that saves.
+
+
+def saver(run_dir: Path, report: Reports, keep: int = 3) -> Saver:
+    return Saver(str(run_dir), worker=0, keep=keep, dataset_length=LENGTH, report=report)
+
+
+def wait_settled(saving: Saver, step: int) -> None:
+    ticks = threading.Event()
+    for _ in range(int(DEADLINE_S / 0.005)):
+        if saving.settled(step):
+            saving._thread.join(DEADLINE_S)
+            return
+        ticks.wait(0.005)
+    raise AssertionError(f"step {step} not settled within {DEADLINE_S} s")
+
+
+def save(saving: Saver, spec: StateSpec, state: Committed) -> None:
+    saving.save(spec, state)
+    wait_settled(saving, state.step)
+
+
+def test_a_saved_state_is_durable_and_reported_once(tmp_path):
+    """`settled` and the record come after the checkpoint, not before."""
+    spec, state = state_of({"w": jnp.ones(3)})
+    report = Reports()
+    saving = saver(tmp_path, report)
+    save(saving, spec, state)
+    saving.save(spec, state)  # asked for again: done already
+    assert same_bits(restore(tmp_path, spec), state)
+    [saved] = report.of("checkpoint_saved")
+    assert saved["step"] == 3 and saved["tier"] == "disk" and saved["seconds"] >= 0
+    assert saving.error == ""
+
+
+def test_a_save_copies_before_it_returns(tmp_path, monkeypatch):
+    """The next step may overwrite the memory that the state was in."""
+    value = np.ones(3, np.float32)
+    monkeypatch.setattr(checkpoint, "to_host", lambda leaves: [value])
+    held = threading.Event()
+    real = checkpoint.write_checkpoint
+
+    def slow(*args: Any, **options: Any) -> None:
+        assert held.wait(DEADLINE_S)
+        real(*args, **options)
+
+    monkeypatch.setattr(checkpoint, "write_checkpoint", slow)
+    spec, state = state_of({"w": jnp.ones(3)})
+    saving = saver(tmp_path, Reports())
+    saving.save(spec, state)
+    value[:] = 7
+    held.set()
+    wait_settled(saving, 3)
+    assert load_params(str(tmp_path))["w"].tolist() == [1, 1, 1]
+
+
+def test_training_does_not_wait_for_a_slow_save(tmp_path, monkeypatch):
+    """While one is being written the next is passed over; the one after it is written."""
+    held, real = threading.Event(), checkpoint.write_checkpoint
+
+    def slow(*args: Any, **options: Any) -> None:
+        assert held.wait(DEADLINE_S)
+        real(*args, **options)
+
+    monkeypatch.setattr(checkpoint, "write_checkpoint", slow)
+    saving = saver(tmp_path, Reports())
+    saving.save(*state_of({"w": jnp.ones(3)}, step=1))
+    saving.save(*state_of({"w": jnp.ones(3)}, step=2))
+    assert not saving.settled(1) and not saving.settled(2)
+    held.set()
+    wait_settled(saving, 1)
+    save(saving, *state_of({"w": jnp.ones(3)}, step=3))
+    assert checkpoint.steps_in(tmp_path / "checkpoints") == [3, 1]
+
+
+def test_the_newest_are_kept(tmp_path):
+    """keep=2: the older ones go, once the newer is durable."""
+    saving = saver(tmp_path, Reports(), keep=2)
+    for step in (8, 9, 10, 11):
+        save(saving, *state_of({"w": jnp.ones(3)}, step=step))
+    assert checkpoint.steps_in(tmp_path / "checkpoints") == [11, 10]
+
+
+def test_a_save_that_fails_is_reported_and_settles(tmp_path):
+    """The end of the run must not wait for it for ever; and it says why."""
+    (tmp_path / "checkpoints").write_text("in the way")
+    report = Reports()
+    saving = saver(tmp_path, report)
+    save(saving, *state_of({"w": jnp.ones(3)}))
+    [failed] = report.of("save_failed")
+    assert failed["step"] == 3 and failed["error"] == saving.error != ""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_save_that_fails_in_an_unforeseen_way_settles_too(tmp_path, monkeypatch):
+    """An exception of any type: the run ends with exit 3, it does not hang in its last block."""
+
+    def broken(*args: Any, **options: Any) -> None:
+        raise MemoryError("no memory for the copy")
+
+    monkeypatch.setattr(checkpoint, "write_checkpoint", broken)
+    saving = saver(tmp_path, Reports())
+    saving.save(*state_of({"w": jnp.ones(3)}))
+    saving._thread.join(DEADLINE_S)
+    assert saving.settled(3) and "MemoryError" in saving.error
+
+
+def test_a_failed_save_does_not_spoil_the_next(tmp_path):
+    """The disk was full for a while."""
+    saving = saver(tmp_path, Reports())
+    (tmp_path / "checkpoints").write_text("in the way")
+    save(saving, *state_of({"w": jnp.ones(3)}, step=1))
+    (tmp_path / "checkpoints").unlink()
+    save(saving, *state_of({"w": jnp.ones(3)}, step=2))
+    assert saving.error == "" and checkpoint.steps_in(tmp_path / "checkpoints") == [2]
+
+
+def test_a_restored_step_is_not_written_again(tmp_path):
+    """It came from its checkpoint."""
+    saving = saver(tmp_path, Reports())
+    saving.already_durable(3)
+    saving.save(*state_of({"w": jnp.ones(3)}, step=3))
+    assert saving.settled(3) and not (tmp_path / "checkpoints").exists()
