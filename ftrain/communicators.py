@@ -26,12 +26,16 @@ class Cutter:
       wait: blocks until the view's failure key is set; raises `ConnectionError` when it cannot.
       peer_ports: the ports the members of the view listen on, asked for when there is a failure.
       own_ports: the ports that this worker listens on for the view.
+
+    Attributes:
+      failed: set when the view has failed.
     """
 
     def __init__(
         self, wait: Callable[[], None], peer_ports: Callable[[], set[int]], own_ports: set[int]
     ):
         self._wait, self._peer_ports, self._own_ports = wait, peer_ports, own_ports
+        self.failed = threading.Event()
         self._over = False
         self._lock = threading.Lock()
         threading.Thread(target=self._listen, name="ftrain-cutter", daemon=True).start()
@@ -39,10 +43,10 @@ class Cutter:
     def _listen(self) -> None:
         with contextlib.suppress(ConnectionError):
             self._wait()
-            with (
-                self._lock
-            ):  # the view may end while we look: its ports may be somebody else's then
+            # The view may end while we look, and its ports be somebody else's then.
+            with self._lock:
                 if not self._over:
+                    self.failed.set()
                     cut_connections(self._own_ports | self._peer_ports())
 
     def end(self) -> None:

@@ -14,11 +14,13 @@ of, so that nothing that user code forked outlives the run, and then itself.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 
 from jaxlib import _jax
 
@@ -33,7 +35,7 @@ class Coordinator:
         self._workers, self._platform = workers, platform
         self._heartbeat_timeout_s = max(1, int(heartbeat_timeout_s))
         self.address, self._service = self._serve()
-        self._open()
+        self._clerk = self._open()  # our own task: for the store, and for releasing waiters
 
     def _serve(self):
         """Starts the service on a free loopback port; another program may take it first."""
@@ -44,7 +46,8 @@ class Coordinator:
             try:
                 return address, _jax.get_distributed_runtime_service(
                     address,
-                    2 * self._workers,  # a member task and a store task each, see runtime
+                    2 * self._workers
+                    + 2,  # two tasks a worker, see runtime; ours; one that never comes
                     heartbeat_timeout=self._heartbeat_timeout_s,
                     shutdown_timeout=2,
                     recoverable=True,
@@ -64,13 +67,13 @@ class Coordinator:
             use_compression=False,
         )
 
-    def _open(self) -> None:
-        """Registers every task once and takes it back.
+    def _open(self):
+        """Registers every task once and takes it back; returns our own client, connected.
 
         The service lets nobody in until all its tasks have registered for the first time. With that
         behind us, workers come and go one by one from the first moment on.
         """
-        clients = [self._client(task) for task in range(2 * self._workers)]
+        clients = [self._client(task) for task in range(2 * self._workers + 2)]
         threads = [threading.Thread(target=client.connect) for client in clients]
         for thread in threads:
             thread.start()
@@ -78,6 +81,9 @@ class Coordinator:
             thread.join()
         for client in clients:
             client.shutdown()
+        clerk = self._client(2 * self._workers)
+        clerk.connect()
+        return clerk
 
     def fence(self, worker: int) -> None:
         """Counts the member task of `worker` as gone, at once. Its process must be reaped (R9).
@@ -85,20 +91,54 @@ class Coordinator:
         Connecting under its id makes a new incarnation, and shutting that down disconnects it:
         barriers stop waiting for the dead one without a heartbeat timeout, 2-6 ms.
         """
+        with contextlib.suppress(_jax.JaxRuntimeError):  # it never joined: nobody waits for it
+            dead = self._clerk.key_value_try_get(f"ftrain/incarnation/{worker}")
+            threading.Thread(
+                target=self._release, args=(str(worker), int(dead)), daemon=True
+            ).start()
         client = self._client(worker)
         client.connect()
         if worker == 0:
-            self._restore_topology(client)
+            self._restore_topology()
         client.shutdown()
 
-    def _restore_topology(self, client) -> None:
+    def _release(self, worker: str, dead: int) -> None:
+        """Lets go of those who wait for a dead incarnation where no liveness barrier tells them.
+
+        They may be meeting it in a settle, whose barrier would run into its deadline of seconds, or
+        be connecting to it, for which gloo takes 30 s whatever it is told. Done again for a while: a
+        view with the dead one may have been answered just before the fence, and a member that comes
+        to a failed barrier late begins a new instance of it.
+        """
+        for pause_s in (0.0, 0.02, 0.05, 0.1, 0.2, 0.5):
+            time.sleep(pause_s)
+            for _, value in self._clerk.key_value_dir_get("ftrain/settling/"):
+                settling = json.loads(value)
+                name = settling["name"]
+                if settling["incarnations"].get(worker) == dead:
+                    self._clerk.key_value_set(
+                        f"ftrain/view/{name}/failed", "1", allow_overwrite=True
+                    )
+                    threading.Thread(target=self._fail_barrier, args=(name,), daemon=True).start()
+
+    def _fail_barrier(self, name: str) -> None:
+        """Fails the settle of that name for all who wait in it or are yet to come.
+
+        Calls of one barrier with different participants fail at once, for everybody (jaxlib 0.10.2
+        and 0.12.0.1). The second participant here is a task that never comes, so it cannot pass.
+        """
+        ours, nobody = 2 * self._workers, 2 * self._workers + 1
+        with contextlib.suppress(_jax.JaxRuntimeError):
+            self._clerk.wait_at_barrier(f"ftrain/settle/{name}", 2000, [ours, nobody])
+
+    def _restore_topology(self) -> None:
         """Process 0 may have died between taking the topology back and publishing it again.
 
         Others who make a client meanwhile would wait for it for ever.
         """
         with contextlib.suppress(_jax.JaxRuntimeError):  # not there: nobody has got so far
-            copy = client.blocking_key_value_get_bytes(TOPOLOGY_COPY, 1)
-            client.key_value_set_bytes(TOPOLOGY[self._platform], copy, allow_overwrite=True)
+            copy = self._clerk.key_value_try_get_bytes(TOPOLOGY_COPY)
+            self._clerk.key_value_set_bytes(TOPOLOGY[self._platform], copy, allow_overwrite=True)
 
 
 def _end_groups(groups: set[int]) -> None:

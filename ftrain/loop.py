@@ -218,12 +218,15 @@ class StepLoop:
         self.beat.phase("sync")
         self.plane = None
         self.forget_view()
+        devices = self.members.open_devices(view)
         self.plane = DataPlane(
-            self.members.open_devices(view),
+            devices,
             view.workers,
             self.members.me,
             self.programs.buffer_shapes,
             self.compile,
+            failed=self.members.view_failed,
+            end_connecting=self.members.end_connecting,
         )
 
     def _sync(self, view: View, donor: int, holders: list[int]) -> None:

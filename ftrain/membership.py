@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -28,6 +29,7 @@ SETTLE_TIMEOUT_S = 10  # the service looks at deadlines once a second
 FINISHED = "ftrain/run/finished"
 LINEAGE = "ftrain/run/lineage"
 SPEC_PREFIX = "ftrain/spec/"
+LOOPBACK = b"\x7f\x00\x00\x01"  # in gloo's address of a member, behind the port's two bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Members:
         self._client = self._newest = None
         self._incarnation: int | None = None
         self._cutter: communicators.Cutter | None = None
+        self._gloo_group = ""  # where gloo's members of the view publish their addresses
         self._uses: collections.Counter[View] = collections.Counter()
         self._names: list[str] = []  # whose keys are still in the store, oldest first
 
@@ -78,7 +81,14 @@ class Members:
         """Registers under the worker's own id. The others wait for this worker from here on."""
         self._client = self._newest = self._runtime.connect_member()
         self._runtime.use_member(self._client)
-        self._incarnation = self._client.get_live_nodes([self.me])[self.me]
+        self._learn_incarnation()
+
+    def _learn_incarnation(self) -> None:
+        """Which incarnation the service has just given this worker; said to the coordinator too."""
+        self._incarnation = self._client.get_live_nodes([self.me]).get(self.me)
+        self._store.key_value_set(
+            f"ftrain/incarnation/{self.me}", str(self._incarnation), allow_overwrite=True
+        )
 
     def meet_at_start(self, name: str, workers: list[int]) -> None:
         """Those who begin together wait for one another, so that the first view has them all.
@@ -147,7 +157,7 @@ class Members:
         # The newest is kept for its heartbeats; barriers and keys stay on the first. The one
         # between goes, and says nothing as it does (shutdown_on_destruction=False).
         self._newest = self._runtime.connect_member()
-        self._incarnation = self._newest.get_live_nodes([self.me]).get(self.me)
+        self._learn_incarnation()
 
     def cancel(self) -> None:
         """Ends every member's collective of this view (CPU; on GPU the new incarnation does)."""
@@ -179,6 +189,13 @@ class Members:
         self._uses[view] += 1
         self._names.append(f"{view.name}.{self._uses[view]}")
         with _calls_that_fail("settle"):
+            # For the coordinator: should one of these die before all have met and connected, nobody
+            # but the coordinator can tell the others, who wait for it (see its `_release`).
+            self._store.key_value_set(
+                f"ftrain/settling/{self.me}",
+                json.dumps({"name": self.name, "incarnations": dict(view.incarnations)}),
+                allow_overwrite=True,
+            )
             self._store.key_value_set(self._key(f"holds/{self.me}"), json.dumps(mine))
             self._clean(view, keep=2)
             self._client.wait_at_barrier(
@@ -205,7 +222,32 @@ class Members:
         self._cutter = communicators.Cutter(
             lambda: self._wait_for_failure(failed), lambda: self._peer_ports(ports), own
         )
-        return [d for d in devices if d.process_index in view.workers]
+        members = [d for d in devices if d.process_index in view.workers]
+        self._gloo_group = GLOO_PREFIX + ",".join(str(d.id) for d in members) + "/"
+        return members
+
+    @property
+    def view_failed(self) -> threading.Event | None:
+        """Set when an attempt in this view has failed; None where JAX cancels by itself."""
+        return None if self._cutter is None else self._cutter.failed
+
+    def end_connecting(self) -> None:
+        """Lets go of gloo's connecting, given up by this worker and under way in another thread.
+
+        It waits for the address of a member that died, and would take the next group's for it,
+        whose members may be the same. So the missing addresses are set, to a port where nobody
+        listens.
+        """
+        group = dict(self._store.key_value_dir_get_bytes(self._gloo_group))
+        mine = next(iter(group.values()), None)
+        where = -1 if mine is None else mine.find(LOOPBACK)
+        if where < 0:
+            return  # nobody has got so far
+        # A sockaddr_in in the middle (jaxlib 0.10.2, 0.12.0.1); port 1 refuses connections.
+        nowhere = mine[: where - 2] + (1).to_bytes(2, "big") + mine[where:]
+        for rank in range(self._gloo_group.count(",") + 1):
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # it is there
+                self._store.key_value_set_bytes(f"{self._gloo_group}{rank}", nowhere)
 
     def publish(self, what: str, value: Any) -> None:
         """Sets a fact of the view, once, for all its members to `read` after a collective."""

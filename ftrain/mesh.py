@@ -9,6 +9,9 @@ R10).
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +22,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ftrain.errors import AttemptFailedError
+
+POLL_S = 0.005
+CUT_S = 0.2  # for a thread to notice that its connections were cut
 
 Buffers = list[jax.Array]  # one flat buffer per dtype, each of shape (1, 1, n), on a local device
 
@@ -32,6 +38,8 @@ class DataPlane:
       me: this worker's.
       shapes: of the buffers that a step sums; one of them is float32.
       compile: compiles a lowered program.
+      failed: set when an attempt in this view has failed; None where collectives are cancelled.
+      end_connecting: called when connecting was given up while another thread is still at it.
     """
 
     def __init__(
@@ -41,7 +49,11 @@ class DataPlane:
         me: int,
         shapes: Sequence[jax.ShapeDtypeStruct],
         compile: Callable[[Any], Any],
+        failed: threading.Event | None = None,
+        end_connecting: Callable[[], None] = lambda: None,
     ):
+        self._failed, self._end_connecting = failed, end_connecting
+        self._connected = False
         self.workers = list(workers)
         self.rank = self.workers.index(me)
         self._shapes, self._compile = list(shapes), compile
@@ -83,7 +95,10 @@ class DataPlane:
                 )
                 for b in shards
             ]
-            summed = jax.block_until_ready(self._program(joined)(joined))
+            program = self._program(joined)
+            run = self._run if self._connected or self._failed is None else self._connect
+            summed = run(program, joined)
+            self._connected = True
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             # gloo surfaces as ValueError from a jitted call, as JaxRuntimeError when a group cannot
             # be formed (jax 0.10.2 to 0.12.0.1). Running out of memory is this worker's own error.
@@ -91,6 +106,33 @@ class DataPlane:
                 raise
             raise AttemptFailedError(f"sum over workers {self.workers}: {error}") from error
         return [jax.device_put(s.addressable_shards[0].data, self._home) for s in summed]
+
+    @staticmethod
+    def _run(program: jax.stages.Compiled, joined: list[jax.Array]) -> list[jax.Array]:
+        return jax.block_until_ready(program(joined))
+
+    def _connect(self, program: jax.stages.Compiled, joined: list[jax.Array]) -> list[jax.Array]:
+        """The first sum of a view, in which gloo connects the members to one another.
+
+        gloo waits 30 s for a member that dies meanwhile, whatever timeout it is told, and there is
+        no connection yet to cut. So it runs in a thread, which is left behind when the view fails.
+        """
+        result: concurrent.futures.Future[list[jax.Array]] = concurrent.futures.Future()
+
+        def work() -> None:
+            try:
+                result.set_result(self._run(program, joined))
+            except BaseException as error:  # noqa: BLE001  raised below, in the thread that waits
+                result.set_exception(error)
+
+        threading.Thread(target=work, name="ftrain-connect", daemon=True).start()
+        while not self._failed.is_set():
+            with contextlib.suppress(TimeoutError):
+                return result.result(timeout=POLL_S)
+        with contextlib.suppress(TimeoutError):
+            return result.result(timeout=CUT_S)  # its connections have been cut: it ends at once
+        self._end_connecting()
+        raise AttemptFailedError(f"a member of {self.workers} was lost while they connected")
 
     def _program(self, buffers: Buffers) -> jax.stages.Compiled:
         shapes = tuple((b.shape, b.dtype) for b in buffers)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
+import itertools
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -184,3 +187,37 @@ class IntegerParams(Paced):
 
 class NotATrainer:
     """Of the wrong kind."""
+
+
+class DiesAt(Paced):
+    """A process of worker `worker` kills itself as it calls `where` for the `call`-th time.
+
+    `where` is `module:Class.method` of ftrain's: a fault at a place that no signal from outside
+    hits.
+    """
+
+    def __init__(
+        self,
+        *,
+        where: str,
+        worker: int,
+        incarnation: int = 0,
+        call: int = 1,
+        pause_s: float = 0.0,
+    ):
+        super().__init__(pause_s=pause_s)
+        me = (os.environ["FTRAIN_WORKER_ID"], os.environ["FTRAIN_INCARNATION"])
+        if me != (str(worker), str(incarnation)):
+            return
+        module, _, path = where.partition(":")
+        owner_name, _, name = path.rpartition(".")
+        owner = importlib.import_module(module)
+        owner = getattr(owner, owner_name) if owner_name else owner
+        real, calls = getattr(owner, name), itertools.count(1)
+
+        def deadly(*args, **options):
+            if next(calls) == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **options)
+
+        setattr(owner, name, deadly)
