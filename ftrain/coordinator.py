@@ -106,7 +106,7 @@ class Coordinator:
         """Lets go of those who wait for a dead incarnation where no liveness barrier tells them.
 
         They may be meeting it in a settle, whose barrier would run into its deadline of seconds, or
-        be connecting to it, for which gloo takes 30 s whatever it is told. Done again for a while: a
+        be connecting to it, for which gloo takes 30 s whatever it is told. Repeated for a while: a
         view with the dead one may have been answered just before the fence, and a member that comes
         to a failed barrier late begins a new instance of it.
         """

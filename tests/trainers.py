@@ -221,3 +221,11 @@ class DiesAt(Paced):
             return real(*args, **options)
 
         setattr(owner, name, deadly)
+
+
+class Breaks(Paced):
+    """Stops in the debugger after step 2."""
+
+    def after_commit(self, step, metrics, state):
+        if step == 2:
+            breakpoint()
