@@ -95,6 +95,11 @@ class Child:
         with contextlib.suppress(BrokenPipeError):
             os.write(self._control, (line + "\n").encode())
 
+    def is_stopped(self) -> bool:
+        """Whether the kernel has stopped it, by SIGSTOP or a debugger."""
+        with open(f"/proc/{self.pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] in "Tt"
+
     def kill(self) -> None:
         """SIGKILL to it and to all in its process group, stopped or not."""
         # Itself first: a process that was only just forked may not lead its group yet.

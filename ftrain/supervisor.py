@@ -7,28 +7,18 @@ in one order only: killed, reaped, fenced, acknowledged, started (rule R9); `_on
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import selectors
-import signal
-import socket
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from ftrain import restart
 from ftrain.beat import Beat
 from ftrain.config import Config
+from ftrain.ears import Ears
 from ftrain.environment import own_environment, worker_environment
-from ftrain.errors import (
-    EXIT_GAVE_UP,
-    EXIT_OK,
-    EXIT_REFUSED,
-    EXIT_TRY_AGAIN,
-    RestartLimitError,
-)
+from ftrain.errors import EXIT_GAVE_UP, EXIT_TRY_AGAIN, RestartLimitError
 from ftrain.events import EventLog
 from ftrain.forking import Template
 from ftrain.processes import Child, Ends, adopt_orphans, kill_strays, launch, reap_strays
@@ -37,6 +27,7 @@ from ftrain.run_lock import RunLock
 from ftrain.screen import Screen
 from ftrain.slots import Slot
 from ftrain.story import Story
+from ftrain.verdict import Verdict, by_agreement, refused
 from ftrain.watchdog import find_hang
 from ftrain.worker_logs import Logs
 
@@ -69,7 +60,7 @@ class Supervisor:
         self._slots = [Slot(i) for i in range(config.cluster.workers)]
         self._budget = restart.RestartBudget(config.restart)
         self._local_errors = restart.LocalErrors(config.cluster.workers)
-        self._selector = selectors.DefaultSelector()
+        self._ears = Ears()
         self._coordinator: Child | None = None
         self._template: Template | None = None
         self._address = ""
@@ -79,19 +70,16 @@ class Supervisor:
         self._hang_ended_at = 0.0
         self._stop_signal = ""
         self._stop_deadline = float("inf")
-        self._verdict: tuple[int, str] | None = None  # exit code and reason, once decided
+        self._verdict: Verdict | None = None  # once decided
 
     def run(self) -> int:
         """Runs to the end and returns the exit code."""
         adopt_orphans()
-        with self._signals():
+        with self._ears.signals(self._on_signal):
             self._start_template()
             self._start_coordinator()
             while self._verdict is None:
-                for key, _ in self._selector.select(TICK_S):
-                    # An earlier one of this batch may have closed it.
-                    if self._selector.get_map().get(key.fd) is key:
-                        key.data()
+                self._ears.wait(TICK_S)
                 self._tick()
             self._shut_down()
         code, reason = self._verdict
@@ -102,41 +90,19 @@ class Supervisor:
 
     def _end(self, code: int, reason: str) -> None:
         if self._verdict is None:
-            self._verdict = code, reason
+            self._verdict = Verdict(code, reason)
 
     # Signals.
 
-    @contextlib.contextmanager
-    def _signals(self) -> Any:
-        """Signals become a byte that wakes the loop; no handler runs anything of ours."""
-        ours, theirs = socket.socketpair()
-        for end in (ours, theirs):
-            end.setblocking(False)
-        caught = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        before = {n: signal.signal(n, lambda *_: None) for n in caught}
-        wakeup = signal.set_wakeup_fd(theirs.fileno())
-        self._selector.register(ours, selectors.EVENT_READ, lambda: self._on_signals(ours))
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(wakeup)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            self._selector.unregister(ours)
-            ours.close()
-            theirs.close()
-
-    def _on_signals(self, end: socket.socket) -> None:
-        for number in end.recv(64):
-            name = signal.Signals(number).name
-            self._log("stop_requested", signal=name)
-            if self._stop_signal:
-                self._end(EXIT_TRY_AGAIN, f"{name} again: stopped at once")
-                return
-            self._stop_signal = name
-            self._stop_deadline = time.monotonic() + max(1.0, self._config.grace_s - 2.0)
-            self._screen.line(f"{name}: stopping after this step; a second one stops at once")
-            self._pass_on_stop()
+    def _on_signal(self, name: str) -> None:
+        self._log("stop_requested", signal=name)
+        if self._stop_signal:
+            self._end(EXIT_TRY_AGAIN, f"{name} again: stopped at once")
+            return
+        self._stop_signal = name
+        self._stop_deadline = time.monotonic() + max(1.0, self._config.grace_s - 2.0)
+        self._screen.line(f"{name}: stopping after this step; a second one stops at once")
+        self._pass_on_stop()
 
     def _pass_on_stop(self) -> None:
         """Those that take part stop together and save; the others have nothing to save."""
@@ -152,16 +118,16 @@ class Supervisor:
     def _start_template(self) -> None:
         """Imports the user's file once, for every worker that will be forked from it."""
         template = self._template = Template(self._config.trainer, self._base, self._env)
-        self._listen(template.child, "stdout", self._logs.supervisor)
-        self._listen(template.child, "stderr", self._logs.supervisor)
+        self._ears.hear(template.child, "stdout", self._logs.supervisor)
+        self._ears.hear(template.child, "stderr", self._logs.supervisor)
 
         def ready() -> None:
-            self._selector.unregister(template)
+            self._ears.forget(template)
             template.take_ready()
             if template.unfit:
                 self._logs.supervisor(f"workers are not forked: {template.unfit}")
 
-        self._selector.register(template, selectors.EVENT_READ, ready)
+        self._ears.watch(template, ready)
 
     def _start_coordinator(self) -> None:
         workers, timeout_s = len(self._slots), self._config.cluster.heartbeat_timeout_s
@@ -178,9 +144,9 @@ class Supervisor:
             lambda ends: launch(argv, self._env, ends, [self._lock.fileno()])
         )
         self._address = ""
-        self._listen(child, "stdout", self._on_coordinator_line)
-        self._listen(child, "stderr", self._logs.coordinator)
-        self._selector.register(child.pidfd, selectors.EVENT_READ, self._on_coordinator_exit)
+        self._ears.hear(child, "stdout", self._on_coordinator_line)
+        self._ears.hear(child, "stderr", self._logs.coordinator)
+        self._ears.watch(child.pidfd, self._on_coordinator_exit)
 
     def _on_coordinator_line(self, line: str) -> None:
         match line.split():
@@ -198,8 +164,8 @@ class Supervisor:
         """Without it no worker can go on: all come back, with state from the newest checkpoint."""
         child, self._coordinator = self._coordinator, None
         self._address = ""
-        self._close_pipes(child)
-        self._selector.unregister(child.pidfd)
+        self._ears.hear_out(child)
+        self._ears.forget(child.pidfd)
         ended = child.reap()
         self._log("coordinator_exited", pid=child.pid, **ended.fields())
         self._story.coordinator_died(ended)
@@ -275,12 +241,10 @@ class Supervisor:
             child.send(json.dumps({**job, "records_fd": child.records_fd, "beat_fd": beat_fd}))
         slot.begin(child, beat_fd)
         self._coordinator.send(f"group {child.pid}")
-        self._listen(child, "stdout", lambda line: self._on_output(slot, line))
-        self._listen(child, "stderr", lambda line: self._logs.worker(slot.worker, line))
-        self._listen(child, "records", lambda line: self._on_record(slot, line))
-        self._selector.register(
-            child.pidfd, selectors.EVENT_READ, lambda: self._on_worker_exit(slot)
-        )
+        self._ears.hear(child, "stdout", lambda line: self._on_output(slot, line))
+        self._ears.hear(child, "stderr", lambda line: self._logs.worker(slot.worker, line))
+        self._ears.hear(child, "records", lambda line: self._on_record(slot, line))
+        self._ears.watch(child.pidfd, lambda: self._on_worker_exit(slot))
         self._log("worker_started", worker=slot.worker, pid=child.pid, incarnation=slot.incarnation)
         self._story.worker_started(slot)
 
@@ -338,8 +302,8 @@ class Supervisor:
     def _on_worker_exit(self, slot: Slot) -> None:
         """Its process has ended: reap it, have it fenced, and decide about its replacement."""
         child, reading = slot.child, slot.reading()
-        self._close_pipes(child)  # reads what is left in them
-        self._selector.unregister(child.pidfd)
+        self._ears.hear_out(child)  # reads what is left in them
+        self._ears.forget(child.pidfd)
         ended = child.reap()
         slot.child = None
         cause = "the end of the run" if slot.left is not None else slot.cause(ended)
@@ -429,6 +393,7 @@ class Supervisor:
             },
             now,
             rules.hang_timeout_s,
+            stopped=[w for w in readings if self._slots[w].child.is_stopped()],
         )
         if hang is not None:
             self._hang_ended_at = now
@@ -453,11 +418,11 @@ class Supervisor:
                 f"{restart.ATTEMPTS_IN_PLACE} times with no worker dead; see logs/",
             )
         if self._refused_at is not None:
-            refused = [s for s in self._slots if s.refused is not None]
-            if len(refused) == len(self._slots) or now - self._refused_at > REFUSED_WAIT_S:
-                self._end(EXIT_REFUSED, self._refusal(refused))
+            records = [s.refused for s in self._slots if s.refused is not None]
+            if len(records) == len(self._slots) or now - self._refused_at > REFUSED_WAIT_S:
+                self._end(*refused(records, len(self._slots)))
         if reasons and not alive:
-            self._end(*self._how_it_ended(reasons[0]))
+            self._end(*by_agreement(reasons[0], self._recorder.step, self._stop_signal))
         if self._stop_signal and not alive and not reasons:
             self._end(EXIT_TRY_AGAIN, f"{self._stop_signal}, nobody was there to save")
         if now > self._stop_deadline:
@@ -466,50 +431,7 @@ class Supervisor:
                 f"{self._stop_signal}, not saved within grace_s={self._config.grace_s:g}",
             )
 
-    def _refusal(self, refused: list[Slot]) -> str:
-        first = refused[0].refused
-        same = sum(s.refused["message"] == first["message"] for s in refused)
-        count = f"the same on {same} of {len(self._slots)} workers" if len(self._slots) > 1 else ""
-        return "\n".join(filter(None, [count, first["traceback"] or first["message"]]))
-
-    def _how_it_ended(self, reason: str) -> tuple[int, str]:
-        match reason:
-            case "target":
-                return EXIT_OK, f"step {self._recorder.step} is reached and saved"
-            case "stop":
-                return EXIT_TRY_AGAIN, f"{self._stop_signal or 'a request to stop'}, state saved"
-            case "below_min_workers":
-                return EXIT_TRY_AGAIN, "fewer than min_workers for below_min_timeout_s, state saved"
-            case _:
-                return EXIT_GAVE_UP, reason
-
-    # Ends and means.
-
-    def _listen(self, child: Child, name: str, take: Callable[[str], None]) -> None:
-        pipe = child.pipes[name]
-
-        def read() -> None:
-            lines, ended = pipe.lines()
-            for line in lines:
-                take(line)
-            if ended:
-                self._selector.unregister(pipe.fd)
-
-        pipe.take = take
-        self._selector.register(pipe.fd, selectors.EVENT_READ, read)
-
-    def _close_pipes(self, child: Child) -> None:
-        """Takes what a dead process left in its pipes, a last line without newline included."""
-        for pipe in child.pipes.values():
-            lines, _ = pipe.lines()
-            with contextlib.suppress(KeyError):
-                self._selector.unregister(pipe.fd)
-            rest = pipe.close()
-            for line in [
-                *lines,
-                *([rest] if rest and pipe is not child.pipes.get("records") else []),
-            ]:
-                pipe.take(line)
+    # The end.
 
     def _known_pids(self) -> set[int]:
         children = [s.child for s in self._slots] + [self._coordinator, self._template.child]
@@ -523,10 +445,10 @@ class Supervisor:
                 slot.hung = slot.hung or "the end of the run"
                 self._on_worker_exit(slot)
         if self._coordinator is not None:
-            self._selector.unregister(self._coordinator.pidfd)
+            self._ears.forget(self._coordinator.pidfd)
             self._coordinator.close_control()
             self._coordinator.wait(COORDINATOR_EXIT_S)
             self._coordinator.reap(kill=True)
-            self._close_pipes(self._coordinator)
+            self._ears.hear_out(self._coordinator)
         self._template.end()
         kill_strays(set())

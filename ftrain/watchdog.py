@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from ftrain.beat import UNTIMED, WAITING, Reading
@@ -16,19 +16,26 @@ class Hang(NamedTuple):
     seconds: float
 
 
-def find_hang(readings: Mapping[int, Reading], now: float, hang_timeout_s: float) -> Hang | None:
+def find_hang(
+    readings: Mapping[int, Reading],
+    now: float,
+    hang_timeout_s: float,
+    stopped: Collection[int] = (),
+) -> Hang | None:
     """The one worker to end, or None. One at a time (rule R9).
 
     A worker is stuck when it has been in one phase for `hang_timeout_s`, and the culprit when
-    others wait for it. First those that are behind: whoever was stopped while it waited in a
-    barrier that has since opened has committed fewer blocks than the rest. Then those at work of
-    their own. If all wait in a collective, the device is stuck: those without state first, then the
+    others wait for it. First those whose process is stopped: in a collective they look like the
+    rest, who wait for them. Then those that are behind: whoever hung while it waited in a barrier
+    that has since opened has committed fewer blocks than the rest. Then those at work of their own.
+    If all wait in a collective, the device is stuck: those without state first, then the
     highest, and never one that waits in the barrier, which is in order whoever is missing.
 
     Args:
       readings: of the workers that take part, by id.
       now: time.monotonic().
       hang_timeout_s: the config's.
+      stopped: the workers whose processes the kernel has stopped.
     """
     if not readings:
         return None
@@ -38,15 +45,16 @@ def find_hang(readings: Mapping[int, Reading], now: float, hang_timeout_s: float
         if r.phase not in UNTIMED and now - r.since > hang_timeout_s
     }
     front = max(r.round for r in readings.values())
+    halted = [w for w in stuck if w in stopped]
     behind = [w for w in stuck if 0 <= readings[w].round < front]
     working = [w for w in stuck if readings[w].phase not in WAITING]
     colliding = sorted(
         (w for w in stuck if readings[w].phase in ("reduce", "sync")),
         key=lambda w: (readings[w].step >= 0, -w),
     )
-    if len(stuck) < len(readings) and not behind and not working:
+    if len(stuck) < len(readings) and not (halted or behind or working):
         return None  # they wait for one whose time has not come
-    for group in (behind, working, colliding):
+    for group in (halted, behind, working, colliding):
         if group:
             worker = group[0] if group is colliding else max(group, key=lambda w: stuck[w])
             return Hang(worker, readings[worker].phase, stuck[worker])

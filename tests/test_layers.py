@@ -50,6 +50,8 @@ LAYERS = [
         "coordinator",
         "slots",
         "forking",
+        "ears",
+        "verdict",
     ],
     [
         "config",
@@ -70,7 +72,8 @@ LAYERS = [
 PROCESS_SIDE = set(
     """
     cli supervisor restart recorder story screen slots processes run_lock watchdog events config
-    errors yaml_lines environment user_code beat versions worker_logs forking
+    errors yaml_lines environment user_code beat versions worker_logs forking ears
+    verdict
 """.split()
 )
 DEVICE_PACKAGES = {"jax", "jaxlib", "flax", "optax"}

@@ -117,3 +117,11 @@ def test_a_beat_is_read_as_it_was_written():
         writer.phase(phase)
         got = reader.read()
         assert (got.round, got.step, got.phase) == (3, 2, phase)
+
+
+def test_a_stopped_process_is_the_culprit_among_equals():
+    """All four wait in one collective for so long; the one that SIGSTOP holds is ended."""
+    readings = dict(enumerate([worker("reduce")] * 4))
+    hang = find_hang(readings, NOW, TIMEOUT_S, stopped=[1])
+    assert hang is not None and hang.worker == 1
+    assert find_hang({1: worker("reduce", SHORT)}, NOW, TIMEOUT_S, stopped=[1]) is None
