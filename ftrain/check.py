@@ -16,14 +16,10 @@ from ftrain.user_code import load_trainer, user_traceback
 def check(config: Config, base: str) -> str:
     """What `ftrain check` prints: the resolved config, and what it makes of the trainer."""
     trainer = load_trainer(config.trainer, base, config.trainer_args, config)
-    from ftrain.data import Source
     from ftrain.state import host_bytes
-    from ftrain.worker import check_no_device_touched, trace
+    from ftrain.worker import open_data, trace
 
-    source = Source(trainer.dataset(), "dataset()")
-    held_out = trainer.eval_dataset()
-    eval_source = None if held_out is None else Source(held_out, "eval_dataset()")
-    check_no_device_touched()
+    source, eval_source = open_data(trainer)
     spec, programs, evaluation = trace(
         trainer, config, source, eval_source, lambda lowered: lowered.compile()
     )

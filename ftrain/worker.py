@@ -182,12 +182,7 @@ def prepare(
 ) -> Any:
     """Everything up to the first barrier: user code, data, backend, compiled programs."""
     trainer = load_trainer(config.trainer, job.base, config.trainer_args, config)
-    from ftrain.data import Source
-
-    source = Source(trainer.dataset(), "dataset()")
-    held_out = trainer.eval_dataset()
-    eval_source = None if held_out is None else Source(held_out, "eval_dataset()")
-    check_no_device_touched()
+    source, eval_source = open_data(trainer)
 
     from ftrain import runtime
 
@@ -206,6 +201,17 @@ def prepare(
     return make_loop(
         job, config, trainer, source, eval_source, started, cache, report, beat, stop_requested
     )
+
+
+def open_data(trainer: Any) -> tuple[Any, Any]:
+    """The training data and the held-out data, None without; before the first device is touched."""
+    from ftrain.data import Source
+
+    source = Source(trainer.dataset(), "dataset()")
+    held_out = trainer.eval_dataset()
+    eval_source = None if held_out is None else Source(held_out, "eval_dataset()")
+    check_no_device_touched()
+    return source, eval_source
 
 
 def make_loop(
