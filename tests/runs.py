@@ -123,6 +123,15 @@ class Run:
             os.kill(pid, number)
         return t
 
+    @staticmethod
+    def signal_pid(pid: int, number: int) -> None:
+        """Signals a process that a test has read from the records."""
+        os.kill(pid, number)
+
+    def is_stuck(self, quiet_s: float = 0.5) -> bool:
+        """Whether no step has been committed for so long."""
+        return time.time() - self.metrics()[-1]["t"] > quiet_s
+
     def wait_back(self, worker: int, after: int) -> dict[str, Any]:
         """Waits until a worker that was ended takes part again."""
         return self.wait_for_event("state_synced", after=after, worker=worker)
@@ -133,6 +142,13 @@ class Run:
             return self.process.wait(deadline_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"not finished within {deadline_s} s\n{self.output}") from None
+
+    def wait_gone(self, deadline_s: float) -> None:
+        """Waits until no process that it recorded is left."""
+        end = time.monotonic() + deadline_s
+        while self.processes():
+            assert time.monotonic() < end, f"{self.processes()} are left after {deadline_s} s"
+            time.sleep(0.02)
 
     def processes(self) -> list[int]:
         """The processes it recorded that are still there (not counting zombies of others)."""

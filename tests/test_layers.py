@@ -23,6 +23,7 @@ MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__i
 # From the ground up: a module imports only from layers before its own.
 LAYERS = [
     # Words that all use, and pure functions.
+    ["stacks"],
     [
         "errors",
         "beat",
@@ -57,6 +58,7 @@ LAYERS = [
         "config",
         "recorder",
         "story",
+        "warden",
         "trainer",
         "sync",
         "step",
@@ -73,7 +75,7 @@ PROCESS_SIDE = set(
     """
     cli supervisor restart recorder story screen slots processes run_lock watchdog events config
     errors yaml_lines environment user_code beat versions worker_logs forking ears
-    verdict
+    verdict stacks warden
 """.split()
 )
 DEVICE_PACKAGES = {"jax", "jaxlib", "flax", "optax"}

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 import ftrain
+from tests.orders import obey, obey_at_phases
 
 
 class Numbers:
@@ -229,3 +230,22 @@ class Breaks(Paced):
     def after_commit(self, step, metrics, state):
         if step == 2:
             breakpoint()
+
+
+class Ordered(Paced):
+    """Commits the faults that a test orders, see `tests.orders`. Its hook is never empty."""
+
+    def __init__(self, *, pause_s: float = 0.0):
+        super().__init__(pause_s=pause_s)
+        obey_at_phases()
+
+    def dataset(self):
+        numbers = Numbers(self.pause_s)
+        read = numbers.batch_at
+
+        def batch_at(indices):
+            obey("dataset")
+            return read(indices)
+
+        numbers.batch_at = batch_at
+        return numbers
