@@ -74,7 +74,9 @@ def obey(place: str, step: int = -1) -> None:
             me = int(os.environ["FTRAIN_INCARNATION"])
             if told.get("incarnation", me) != me or told.get("after_step", -1) > step:
                 continue
-            path.rename(folder / f"{path.name}.taken-{os.environ['FTRAIN_WORKER_ID']}")
+            taken = folder / f"{path.name}.taken-{os.environ['FTRAIN_WORKER_ID']}"
+            path.rename(taken)
+            taken.write_text(str(time.time()))
             FAULTS[told["fault"]](told)
 
 

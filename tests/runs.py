@@ -39,6 +39,7 @@ class Run:
         env: dict[str, str] | None = None,
     ):
         self.run_dir = run_dir
+        self._read: dict[str, tuple[list[dict[str, Any]], int]] = {}
         self.output_file = run_dir.parent / f"{run_dir.name}.out"
         argv = [sys.executable, "-m", "ftrain.cli", command, str(config), "--run-dir", str(run_dir)]
         for item in sets:
@@ -60,13 +61,17 @@ class Run:
         return self.output_file.read_text()
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        """The whole lines of a record file so far."""
+        """The whole lines of a record file so far. Each is read once."""
         path = self.run_dir / name
-        if not path.exists():
-            return []
-        return [
-            json.loads(line) for line in path.read_text().splitlines(True) if line.endswith("\n")
-        ]
+        if path.exists():
+            rows, start = self._read.get(name, ([], 0))
+            with open(path, "rb") as file:
+                file.seek(start)
+                new = file.read()
+            whole = new[: new.rfind(b"\n") + 1]
+            rows += map(json.loads, whole.splitlines())
+            self._read[name] = rows, start + len(whole)
+        return self._read.get(name, ([], 0))[0][:]
 
     def events(self, *names: str) -> list[dict[str, Any]]:
         """Its events so far, of those names or of all."""
@@ -95,6 +100,11 @@ class Run:
     def wait_for_step(self, step: int) -> None:
         """Waits until `step` is committed."""
         self.wait_until(f"step {step}", lambda: any(m["step"] >= step for m in self.metrics()))
+
+    def wait_for_steps(self, steps: int) -> None:
+        """Waits until so many more are committed."""
+        seen = len(self.metrics())
+        self.wait_until(f"{steps} more steps", lambda: len(self.metrics()) >= seen + steps)
 
     def wait_for_event(self, name: str, after: int = 0, **fields: Any) -> dict[str, Any]:
         """Waits for the next event of that name and those fields, beyond the first `after`."""
