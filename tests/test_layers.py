@@ -45,6 +45,7 @@ LAYERS = [
         "data",
         "user_metrics",
         "layout",
+        "nonfinite",
         "mesh",
         "runtime",
         "coordinator",
