@@ -103,7 +103,8 @@ class Config(Section):
     batch_shards: Count = 1  # equal parts of a batch (default: see _with_shards); larger: slower
     reduce_dtype: Dtype = "float32"  # of gradient sums; param: their own, less traffic, less exact
     on_nonfinite: Reaction = "stop"  # a nan or infinite loss, gradient or update: stop; skip the
-    # step, at most 100 in a row; ignore: commit whatever comes, over good checkpoints too
+    # step, at most 100 in a row; ignore: commit whatever comes, over good checkpoints too, for a
+    # trainer that handles such gradients itself (optax.apply_if_finite, dynamic loss scaling)
     data: Data = Data()
     eval: Eval = Eval()
     cluster: Cluster = Cluster()
