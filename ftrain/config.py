@@ -36,6 +36,7 @@ Folder = Annotated[str, Field(min_length=1, description="a folder's path")]
 Cache = Annotated[str, Field(min_length=1, description="auto, off or a folder's path")]
 Platform = Annotated[Literal["auto", "cpu", "gpu"], Field(description="auto, cpu or gpu")]
 Dtype = Annotated[Literal["float32", "param"], Field(description="float32 or param")]
+Reaction = Annotated[Literal["stop", "skip", "ignore"], Field(description="stop, skip or ignore")]
 ClassName = Annotated[
     str, Field(pattern=_TRAINER, description="path.py:Class or package.module:Class")
 ]
@@ -101,6 +102,9 @@ class Config(Section):
     batch_size: Count32  # samples a step over all workers, however many live; larger: slower steps
     batch_shards: Count = 1  # equal parts of a batch (default: see _with_shards); larger: slower
     reduce_dtype: Dtype = "float32"  # of gradient sums; param: their own, less traffic, less exact
+    on_nonfinite: Reaction = "stop"  # a nan or infinite loss, gradient or update: stop; skip the
+    # step, at most 100 in a row; ignore: commit whatever comes, over good checkpoints too, for a
+    # trainer that handles such gradients itself (optax.apply_if_finite, dynamic loss scaling)
     data: Data = Data()
     eval: Eval = Eval()
     cluster: Cluster = Cluster()

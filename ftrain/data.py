@@ -16,6 +16,8 @@ import numpy as np
 from ftrain.errors import DatasetError
 from ftrain.order import sample_indices
 
+INDICES_TOLD = 8
+
 Batch = list[np.ndarray]  # leaves with a leading axis of samples
 
 
@@ -237,13 +239,30 @@ class ShardReader:
             self._reads[cursor, shard] = self._pool.submit(self._fetch, cursor, shard)
 
     def _fetch(self, cursor: int, shard: int) -> Batch:
+        return self._source.batch(self._indices(cursor, shard))
+
+    def _indices(self, cursor: int, shard: int) -> np.ndarray:
         start = cursor + shard * self._shard_size
         positions = np.arange(start, start + self._shard_size, dtype=np.int64)
-        return self._source.batch(
-            sample_indices(positions, self._source.length, seed=self._seed, shuffle=self._shuffle)
+        return sample_indices(
+            positions, self._source.length, seed=self._seed, shuffle=self._shuffle
+        )
+
+    def name(self, cursor: int, shard: int) -> str:
+        """What a shard's samples are found by: `2 samples from cursor 54 on, 7 2 of dataset()`."""
+        indices = (self._indices(cursor, shard) % self._source.length).tolist()
+        first = " ".join(map(str, indices[:INDICES_TOLD])) + " ..." * (len(indices) > INDICES_TOLD)
+        return (
+            f"{len(indices)} sample{'s' * (len(indices) > 1)} from cursor "
+            f"{cursor + shard * self._shard_size} on, {first} of dataset()"
         )
 
 
 def shards_of(rank: int, ranks: int, batch_shards: int) -> list[int]:
     """The shards of the device of that rank: neighbours, and counts differ by one at most."""
-    return [s for s in range(batch_shards) if s * ranks // batch_shards == rank]
+    return [s for s in range(batch_shards) if rank_of(s, ranks, batch_shards) == rank]
+
+
+def rank_of(shard: int, ranks: int, batch_shards: int) -> int:
+    """The rank of the device that has that shard."""
+    return shard * ranks // batch_shards

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 
-from ftrain.data import shards_of
+from ftrain.data import rank_of, shards_of
 from ftrain.errors import StateMismatchError
 from ftrain.membership import Members, ProcessFailureError, View, live_devices
 from ftrain.mesh import DataPlane
+from ftrain.nonfinite import SKIPS_IN_A_ROW, Nonfinite, one_line, why_stopped
 from ftrain.state import Committed, StateSpec, digest, to_host
 from ftrain.sync import sync_state
 
@@ -48,6 +49,7 @@ class Progress(NamedTuple):
     evaluated: int = 0  # the last step that was evaluated
     eval_part: int = 0  # parts done of the evaluation of this step
     eval_sums: tuple[float, ...] = ()
+    skipped: int = 0  # steps in a row, up to this one, that were not finite
 
 
 class Outcome(NamedTuple):
@@ -58,6 +60,7 @@ class Outcome(NamedTuple):
     metrics: dict[str, Any] | None = None  # a step's
     evaluated: dict[str, float] | None = None
     leave: bool = False
+    skipped: dict[str, Any] | None = None  # what was not finite and whose it was, see `events`
 
 
 @dataclasses.dataclass
@@ -152,6 +155,7 @@ class StepLoop:
                 lineage=self.progress.lineage,
                 eval_due=self._evaluation_due(),
                 metrics=new.metrics,
+                skipped=new.skipped,
             )
             self.hook = new.metrics if view.lowest == self.members.me else None
         if new.evaluated is not None:
@@ -269,14 +273,49 @@ class StepLoop:
         self.beat.phase("reduce")
         sums = self.plane.sum(buffers)
         self.beat.phase("update")
-        new_state, metrics, stop = self.programs.update(self.state, sums, self.config.batch_size)
-        every = self.config.digest_every_steps
-        if every and new_state.step % every == 0:
-            metrics["digest"] = digest(
-                self.spec, new_state.step, new_state.cursor, to_host(new_state.leaves)
-            ).hex()
+        new_state, metrics, stop, found = self.programs.update(
+            self.state, sums, self.config.batch_size
+        )
         # The request to stop travelled in the sums: all stop at one step.
-        return Outcome(new_state, self.progress._replace(stopping="stop" if stop else ""), metrics)
+        progress = self.progress._replace(stopping="stop" if stop else "", skipped=0)
+        new = Outcome(new_state, progress, metrics)
+        if found is not None:
+            new = self._not_finite(view, new, found)
+        every, step = self.config.digest_every_steps, new.state.step
+        if new.metrics is not None and every and step % every == 0:
+            host = to_host(new.state.leaves)
+            metrics["digest"] = digest(self.spec, step, new.state.cursor, host).hex()
+        return new
+
+    def _not_finite(self, view: View, new: Outcome, found: Nonfinite) -> Outcome:
+        """Instead of `new`: all stop without the step, or commit it with the state as it was.
+
+        Of reduced values and the view alone, so that every member does and says the same.
+        """
+        shards, ranks = self.config.batch_shards, len(view.workers)
+        owners = {s: view.workers[rank_of(s, ranks, shards)] for s in range(shards)}
+        before = self.progress.skipped
+        if self.config.on_nonfinite == "stop" or before >= SKIPS_IN_A_ROW:
+            why = why_stopped(
+                found,
+                new.state.step,
+                owners,
+                lambda shard: self.reader.name(self.state.cursor, shard),
+                self.config.reduce_dtype,
+                before,
+            )
+            return Outcome(self.state, self.progress._replace(stopping=why))
+        new.metrics["nonfinite"] = found.mark
+        return Outcome(
+            new.state._replace(leaves=self.state.leaves),
+            new.progress._replace(skipped=before + 1),
+            new.metrics,
+            skipped={
+                "shards": list(found.shards),
+                "workers": sorted({owners[s] for s in found.shards}),
+                "what": one_line(found, owners),
+            },
+        )
 
     def _evaluation_due(self) -> bool:
         if self.evaluation is None or self.progress.stopping:

@@ -58,6 +58,7 @@ class Recorder:
             return  # from a history that was given up, read late from a dead worker's pipe
         step = record["step"]
         digest = record["metrics"].pop("digest", None)
+        skipped = record.pop("skipped", None)
         if digest:
             self._compare(worker, (*lineage, step), digest, record["workers"])
         if lineage == self._lineage and step <= self.step:
@@ -83,6 +84,8 @@ class Recorder:
         if not eval_due:
             self._write_held({})
         self._tell("commit", line)
+        if skipped:
+            self._event("step_skipped", {**record, **skipped}, "step", "shards", "workers", "what")
 
     def _write_held(self, evaluated: dict[str, float]) -> None:
         if self._held is not None:

@@ -19,6 +19,14 @@ import numpy as np
 from ftrain.errors import TrainerError
 from ftrain.layout import Layout, from_words, to_words
 from ftrain.mesh import Buffers
+from ftrain.nonfinite import (
+    Nonfinite,
+    any_became_nonfinite,
+    any_nonfinite,
+    first_value,
+    flag_of,
+    kinds_of,
+)
 from ftrain.state import (
     Committed,
     Init,
@@ -68,6 +76,8 @@ class StepPrograms:
     Args:
       batch_shapes: the leaves of one shard's batch, `samples` long, in the tree `batch_tree`.
       table_size: floats that the float32 buffer has room for at least, see `DataPlane.gather`.
+      judged_shards: the batch's shards, if it shall be found out which of them gave values that are
+        not finite; 0: nothing is judged, and nothing is paid for it.
     """
 
     def __init__(
@@ -81,11 +91,13 @@ class StepPrograms:
         samples: int,
         reduce_dtype: str,
         table_size: int = 0,
+        judged_shards: int = 0,
     ):
         self._trainer, self._spec = trainer, spec
         self._batch_tree, self._seed, self._samples = batch_tree, seed, samples
         self._params, self._opt, self._model = spec.split(spec.leaves)
         self._batch = list(batch_shapes)
+        self._judged_shards = judged_shards
         self._plan(reduce_dtype, table_size)
 
     # What is summed, found out by tracing the user's loss once without computing anything.
@@ -116,6 +128,7 @@ class StepPrograms:
         self._model_slots = {i: layout.add(*_travels_as(self._model[i])) for i in self._changed}
         self._scalars = layout.add((len(self.metric_names) + 2,), jnp.float32)
         self._stop = layout.add((), jnp.float32)
+        self._flags = layout.add((self._judged_shards,), jnp.float32)
         layout.reserve(table_size, jnp.float32)
 
     def _loss(
@@ -201,7 +214,23 @@ class StepPrograms:
             (self._scalars, jnp.append(weighted(scalars, self._scalars), weight)),
             (self._stop, jnp.float32(0)),
         ]
+        flag = self._flag(value, weight, grads, model, new) if self._judged_shards else 0
+        placed.append((self._flags, jnp.where(jnp.arange(self._judged_shards) == shard, flag, 0)))
         return [b + p for b, p in zip(buffers, self._layout.pack(placed), strict=True)]
+
+    def _flag(self, value: Any, weight: Any, grads: list, model: list, new: list) -> jax.Array:
+        """What of a shard is not finite. Traced; complex leaves are judged with the new state."""
+        floats = [i for i in self._model_slots if _is_mean(self._model[i])]
+        became = any_became_nonfinite([model[i] for i in floats], [new[i] for i in floats])
+        counts = weight > 0  # without weight its means may be 0 / 0, and go nowhere
+        return flag_of(
+            [
+                counts & any_nonfinite([value]),
+                any_nonfinite([weight]),
+                counts & any_nonfinite(grads),
+                counts & became,
+            ]
+        )
 
     def _empty(self, stop: Any) -> Buffers:
         """Zeros, but for the request to stop. Traced."""
@@ -214,7 +243,7 @@ class StepPrograms:
     def _update(
         self, params: list, opt: list, model: list, sums: Buffers, step: Any, cursor: Any
     ) -> tuple[list, jax.Array]:
-        """The new leaves, and loss, metrics, weight and stop as one vector. Traced."""
+        """The new leaves, and loss, metrics, weight, stop and whether it is bad. Traced."""
         take = self._layout.take
         scalars = take(sums, self._scalars)
         weight = scalars[-1]
@@ -224,7 +253,7 @@ class StepPrograms:
             for slot in self._grad_slots
         ]
         grads = [g.astype(p.dtype) for g, p in zip(mean, self._params, strict=True)]
-        model = list(model)
+        old, model = [*params, *opt, *model], list(model)
         for i, slot in self._model_slots.items():
             model[i] = self._new_model_leaf(model[i], take(sums, slot), weight, divisor)
         state = self._spec.train_state(step, cursor, [*params, *opt, *model])
@@ -238,10 +267,15 @@ class StepPrograms:
         check_metrics("update", extra)
         self.extra_names = metric_names("update", extra, taken=self.metric_names)
         leaves = self._checked_leaves(new)
+        bad = jnp.bool_(False)
+        if self._judged_shards:
+            flagged = take(sums, self._flags).any()
+            bad = flagged | any_nonfinite([scalars[0], weight, *grads])
+            bad |= any_became_nonfinite(old, leaves)
         values = [
             scalars[:-1] / divisor,
             *(jnp.asarray(extra[n], jnp.float32).reshape(1) for n in self.extra_names),
-            jnp.stack([weight, take(sums, self._stop)]),
+            jnp.stack([weight, take(sums, self._stop), bad.astype(jnp.float32)]),
         ]
         return leaves, jnp.concatenate(values)
 
@@ -301,10 +335,10 @@ class StepPrograms:
 
     def update(
         self, state: Committed, sums: Buffers, samples: int
-    ) -> tuple[Committed, dict[str, float], bool]:
-        """The next state, the step's metrics, and whether anybody was asked to stop.
+    ) -> tuple[Committed, dict[str, float], bool, Nonfinite | None]:
+        """The next state, the step's metrics, whether anybody was asked to stop, and what is bad.
 
-        Does not donate `state`: a step that fails is tried again from it.
+        Does not donate `state`: a step that fails or is skipped goes on from it.
         """
         params, opt, model = self._spec.split(state.leaves)
         leaves, vector = self._update_program(
@@ -312,11 +346,48 @@ class StepPrograms:
         )
         new_state = Committed(state.step + 1, state.cursor + samples, leaves)
         jax.block_until_ready(leaves)
-        *values, weight, stop = np.asarray(vector).tolist()
+        *values, weight, stop, bad = np.asarray(vector).tolist()
         metrics = dict(zip(("loss", *self.metric_names, *self.extra_names), values, strict=True))
         if weight == 0:
             metrics["weight"] = 0.0
-        return new_state, metrics, stop > 0
+        found = self._explain(state.leaves, leaves, sums) if bad else None
+        return new_state, metrics, stop > 0, found
+
+    def _explain(
+        self, old: Sequence[jax.Array], new: Sequence[jax.Array], sums: Buffers
+    ) -> Nonfinite:
+        """What is not finite, from values that every member has alike. Slow, and seldom needed."""
+        sums, take = [np.asarray(b) for b in sums], self._layout.take
+        scalars, flags = take(sums, self._scalars), take(sums, self._flags)
+        params, _, model = self._spec.split(self._spec.paths)
+        _, _, old_model = self._spec.split(old)
+        values = [
+            *first_value([("loss", scalars[:1], None)]),
+            *first_value([("weight", scalars[-1:], None)]),
+            *first_value(
+                (f"gradient of {path}", take(sums, slot), None)
+                for path, slot in zip(params, self._grad_slots, strict=True)
+            ),
+            *first_value(
+                (model[i], take(sums, slot), np.asarray(old_model[i]))
+                for i, slot in self._model_slots.items()
+                if _is_mean(self._model[i])
+            ),
+        ]
+        shards = {s: kinds_of(flag) for s, flag in enumerate(flags.tolist()) if flag}
+        source = "shards" if shards else "sum" if values else "update"
+        leaves = zip(self._spec.paths, new, old, strict=True)
+        return Nonfinite(
+            shards,
+            source,
+            values
+            or first_value(
+                (path, np.asarray(leaf), np.asarray(before))
+                for path, leaf, before in leaves
+                if jnp.issubdtype(leaf.dtype, jnp.inexact)
+            )
+            or ["a gradient's mean"],
+        )
 
 
 def _as_loss(out: Any) -> Loss:

@@ -138,6 +138,9 @@ class Story:
                 f"step {fields['step']} from worker {fields['donor']} in {fields['seconds']:.2f} s"
             )
 
+    def _tell_step_skipped(self, fields: dict[str, Any]) -> None:
+        self._screen.line(f"step {fields['step']} skipped, the state stays: {fields['what']}")
+
     def _tell_evaluated(self, fields: dict[str, Any]) -> None:
         self._evaluated = fields["metrics"]
         values = ", ".join(f"{k} {v:.4g}" for k, v in fields["metrics"].items())

@@ -309,6 +309,7 @@ def trace(
         samples=samples,
         reduce_dtype=config.reduce_dtype,
         table_size=config.cluster.workers * HEADER.size,
+        judged_shards=0 if config.on_nonfinite == "ignore" else config.batch_shards,
     )
     evaluation = (
         None

@@ -298,14 +298,14 @@ def test_a_batch_at_that_returns_too_few_samples_is_refused():
 # The reader.
 
 
-def reader(dataset: Any, *, prefetch_steps: int = 1, threads: int = 1) -> ShardReader:
-    """Steps of 6 samples in 3 shards, in order."""
+def reader(
+    dataset: Any, *, prefetch_steps: int = 1, threads: int = 1, **options: int
+) -> ShardReader:
+    """Steps of 6 samples in 3 shards, in order, or as `options` say."""
     return ShardReader(
         Source(dataset, "dataset()"),
         seed=0,
-        shuffle=False,
-        batch_size=6,
-        batch_shards=3,
+        **{"shuffle": False, "batch_size": 6, "batch_shards": 3, **options},
         prefetch_steps=prefetch_steps,
         threads=threads,
     )
@@ -444,6 +444,16 @@ def test_reading_goes_on_behind_the_caller_s_back():
         assert values(own.shards(0, [0])) == {0: [0, 1]}
     finally:
         data.gate.set()
+
+
+def test_samples_are_named_by_cursor_and_by_index_of_the_data_set():
+    """What a user looks up: the index is the data set's in whatever epoch, shuffled or not."""
+    assert reader(Recording(100)).name(198, 2) == "2 samples from cursor 202 on, 2 3 of dataset()"
+    shuffled = reader(Recording(100), shuffle=True)
+    read = values(shuffled.shards(198, [2]))[2]
+    assert shuffled.name(198, 2).endswith(f", {read[0] % 100} {read[1] % 100} of dataset()")
+    many = reader(Recording(100), batch_size=30, batch_shards=3).name(0, 1)
+    assert many == "10 samples from cursor 10 on, 10 11 12 13 14 15 16 17 ... of dataset()"
 
 
 # Who has which shard.

@@ -46,6 +46,7 @@ LAYERS = [
         "data",
         "user_metrics",
         "layout",
+        "nonfinite",
         "mesh",
         "runtime",
         "coordinator",

@@ -249,3 +249,29 @@ class Ordered(Paced):
 
         numbers.batch_at = batch_at
         return numbers
+
+
+class Poisoned(Paced):
+    """The samples `first` to `last` of many, which come in order, are infinite."""
+
+    def __init__(self, *, first: int, last: int, pause_s: float = 0.0):
+        super().__init__(pause_s=pause_s)
+        self.first, self.last = first, last
+
+    def dataset(self):
+        return PoisonedNumbers(self.first, self.last, self.pause_s)
+
+
+class PoisonedNumbers(Numbers):
+    """For `Poisoned`: 100000 numbers in 0 .. 1."""
+
+    def __init__(self, first: int, last: int, pause_s: float):
+        super().__init__(pause_s)
+        self.first, self.last = first, last
+
+    def __len__(self) -> int:
+        return 100_000
+
+    def batch_at(self, indices: np.ndarray) -> dict:
+        x = super().batch_at(indices % 96)["x"]
+        return {"x": np.where((self.first <= indices) & (indices <= self.last), np.inf, x)}
