@@ -11,6 +11,9 @@ from ftrain.beat import Beat, Reading
 from ftrain.errors import WORKER_LOCAL_ERROR, WORKER_LOST_MEMBERSHIP, WORKER_REFUSED
 from ftrain.processes import Child, Exit
 
+# A client of JAX's coordination service ends its process with this line (jaxlib 0.10.2, 0.12.0.1).
+CLIENT_GAVE_UP = "JAX distributed service detected fatal errors"
+
 
 @dataclasses.dataclass
 class Slot:
@@ -32,6 +35,7 @@ class Slot:
     refused: dict[str, Any] | None = None
     local_error: dict[str, Any] | None = None
     hung: str = ""  # why the watchdog ended it
+    gave_up: str = ""  # what its client of the coordination service ended it with
 
     def begin(self, child: Child, beat_fd: int) -> None:
         """A new process fills the slot."""
@@ -39,12 +43,17 @@ class Slot:
         os.close(beat_fd)
         self.started_at, self.restart_at = time.monotonic(), None
         self.ready = self.going = False
-        self.commits, self.hung = 0, ""
+        self.commits, self.hung, self.gave_up = 0, "", ""
         self.refused = self.local_error = None
 
     def reading(self) -> Reading | None:
         """What its process is doing, or None."""
         return self.beat.read() if self.child is not None and self.beat is not None else None
+
+    def hear(self, line: str) -> None:
+        """A line of its process's stderr."""
+        if CLIENT_GAVE_UP in line:
+            self.gave_up = line.rpartition("absl::Status: ")[2]
 
     def cause(self, ended: Exit) -> str:
         """What it died of, in words."""
@@ -54,6 +63,8 @@ class Slot:
             return self.local_error["error"]
         if self.refused is not None:
             return self.refused["message"]
+        if self.gave_up and ended.signal == "SIGABRT":
+            return f"losing the coordinator ({self.gave_up})"
         if ended.signal is not None:
             return ended.signal
         known = {

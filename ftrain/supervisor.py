@@ -22,20 +22,21 @@ from ftrain.errors import EXIT_GAVE_UP, EXIT_TRY_AGAIN, RestartLimitError
 from ftrain.events import EventLog
 from ftrain.forking import Template
 from ftrain.processes import Child, Ends, adopt_orphans, kill_strays, launch, reap_strays
+from ftrain.reachability import broken_pairs
 from ftrain.recorder import Recorder
 from ftrain.run_lock import RunLock
 from ftrain.screen import Screen
 from ftrain.slots import Slot
 from ftrain.story import Story
 from ftrain.verdict import Verdict, by_agreement, refused
-from ftrain.watchdog import find_hang
+from ftrain.watchdog import Hang, find_cut_off, find_hang
 from ftrain.worker_logs import Logs
 
 TICK_S = 0.1
 REFUSED_WAIT_S = 3.0  # for the other workers to say that they fail in the same way
 SURVIVORS_FIRST_S = 0.5  # how long a replacement waits for the others' next commit
 COORDINATOR_EXIT_S = 5.0  # for it to end by itself
-COORDINATOR = -1  # its id in the restart budget
+COORDINATOR = -1  # its id in the restart budget, and where pairs are named
 
 
 class Supervisor:
@@ -242,7 +243,7 @@ class Supervisor:
         slot.begin(child, beat_fd)
         self._coordinator.send(f"group {child.pid}")
         self._ears.hear(child, "stdout", lambda line: self._on_output(slot, line))
-        self._ears.hear(child, "stderr", lambda line: self._logs.worker(slot.worker, line))
+        self._ears.hear(child, "stderr", lambda line: self._on_stderr(slot, line))
         self._ears.hear(child, "records", lambda line: self._on_record(slot, line))
         self._ears.watch(child.pidfd, lambda: self._on_worker_exit(slot))
         self._log("worker_started", worker=slot.worker, pid=child.pid, incarnation=slot.incarnation)
@@ -253,6 +254,10 @@ class Supervisor:
         going = [s.worker for s in self._slots if s.child is not None and s.going]
         if slot.worker == min(going or [s.worker for s in self._slots if s.child is not None]):
             self._screen.line(f"[{slot.worker}] {line}")
+
+    def _on_stderr(self, slot: Slot, line: str) -> None:
+        self._logs.worker(slot.worker, line)
+        slot.hear(line)
 
     def _on_record(self, slot: Slot, line: str) -> None:
         record = json.loads(line)
@@ -380,30 +385,48 @@ class Supervisor:
             if reading and reading.phase == "start" and not slot.hung:
                 seconds = now - slot.started_at
                 if seconds > rules.start_timeout_s:
-                    self._end_hung(slot, "start", seconds, "start_timeout_s")
+                    self._end_hung(Hang(slot.worker, "start", seconds), "start_timeout_s")
         readings = {
             s.worker: s.reading() for s in self._slots if s.child and s.going and not s.hung
         }
         # After one is ended the others get their time anew: they may have waited only for it.
-        hang = find_hang(
-            {
-                w: r._replace(since=max(r.since, self._hang_ended_at))
-                for w, r in readings.items()
-                if r
-            },
+        anew = {
+            w: r._replace(since=max(r.since, self._hang_ended_at)) for w, r in readings.items() if r
+        }
+        hang = find_cut_off(anew, now, rules.hang_timeout_s, self._broken_pairs) or find_hang(
+            anew,
             now,
             rules.hang_timeout_s,
             stopped=[w for w in readings if self._slots[w].child.is_stopped()],
         )
         if hang is not None:
             self._hang_ended_at = now
-            self._end_hung(self._slots[hang.worker], hang.phase, hang.seconds, "hang_timeout_s")
+            self._end_hung(hang, "hang_timeout_s")
 
-    def _end_hung(self, slot: Slot, phase: str, seconds: float, rule: str) -> None:
-        self._log("hang_detected", worker=slot.worker, phase=phase, seconds=seconds)
-        limit = getattr(self._config.cluster, rule)
-        slot.hung = f"making no progress in {phase} for {seconds:.1f} s ({rule}={limit:g})"
+    def _broken_pairs(self) -> set[tuple[int, int]]:
+        """Pairs of workers that cannot reach one another; the coordinator is -1."""
+        pids = {s.worker: s.child.pid for s in self._slots if s.child is not None}
+        if self._coordinator is not None:
+            pids[COORDINATOR] = self._coordinator.pid
+        return broken_pairs(pids)
+
+    def _end_hung(self, hang: Hang, rule: str) -> None:
+        slot = self._slots[hang.worker]
+        where = {"unreachable": hang.unreachable} if hang.unreachable else {}
+        self._log(
+            "hang_detected", worker=hang.worker, phase=hang.phase, seconds=hang.seconds, **where
+        )
+        slot.hung = self._cause_of(hang, rule)
         slot.child.kill()
+
+    def _cause_of(self, hang: Hang, rule: str) -> str:
+        how_long = f"in {hang.phase} for {hang.seconds:.1f} s"
+        if hang.unreachable:
+            return f"not reaching worker {' '.join(map(str, hang.unreachable))} {how_long}"
+        if (COORDINATOR, hang.worker) in self._broken_pairs():
+            return f"not reaching the coordinator {how_long}"
+        limit = getattr(self._config.cluster, rule)
+        return f"making no progress {how_long} ({rule}={limit:g})"
 
     def _judge(self, now: float) -> None:
         """Whether the run is over, and how."""
