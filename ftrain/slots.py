@@ -13,6 +13,11 @@ from ftrain.processes import Child, Exit
 
 # A client of JAX's coordination service ends its process with this line (jaxlib 0.10.2, 0.12.0.1).
 CLIENT_GAVE_UP = "JAX distributed service detected fatal errors"
+WHY_GAVE_UP = {  # by the status at the line's end
+    "DEADLINE_EXCEEDED": "its heartbeats were not answered in time",
+    "UNAVAILABLE": "it could not be reached",
+    "ABORTED": "which had not heard from it in time",
+}
 
 
 @dataclasses.dataclass
@@ -53,7 +58,8 @@ class Slot:
     def hear(self, line: str) -> None:
         """A line of its process's stderr."""
         if CLIENT_GAVE_UP in line:
-            self.gave_up = line.rpartition("absl::Status: ")[2]
+            status = line.rpartition("absl::Status: ")[2]
+            self.gave_up = WHY_GAVE_UP.get(status.partition(":")[0], status)
 
     def cause(self, ended: Exit) -> str:
         """What it died of, in words."""

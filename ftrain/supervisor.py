@@ -35,6 +35,7 @@ from ftrain.worker_logs import Logs
 TICK_S = 0.1
 REFUSED_WAIT_S = 3.0  # for the other workers to say that they fail in the same way
 SURVIVORS_FIRST_S = 0.5  # how long a replacement waits for the others' next commit
+DEATH_TOLD_S = 2.0  # until those who waited for a dead one have left what they waited in
 COORDINATOR_EXIT_S = 5.0  # for it to end by itself
 COORDINATOR = -1  # its id in the restart budget, and where pairs are named
 
@@ -386,6 +387,8 @@ class Supervisor:
                 seconds = now - slot.started_at
                 if seconds > rules.start_timeout_s:
                     self._end_hung(Hang(slot.worker, "start", seconds), "start_timeout_s")
+        if any(s.going and now < s.died_at + DEATH_TOLD_S for s in self._slots):
+            return
         readings = {
             s.worker: s.reading() for s in self._slots if s.child and s.going and not s.hung
         }

@@ -50,7 +50,6 @@ table inet faults {{
 table ip detour {{
   chain sent {{
     type nat hook output priority -100;
-    socket cgroupv2 level {level} "{proxy}" return
     {detour}
   }}
 }}
@@ -105,8 +104,8 @@ class Network:
     def _enter(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="ftrain-network-", dir=_cgroup_mounts()[0]))
         self._undo.callback(_remove_cgroups, self.folder)
-        for name in ("proxy", *(f"worker-{i}" for i in range(WORKERS))):
-            (self.folder / name).mkdir()
+        for worker in range(WORKERS):
+            (self.folder / f"worker-{worker}").mkdir()
         # It holds the namespace until its input ends, with this process at the latest.
         holder = subprocess.Popen(
             ["unshare", "--net", "sh", "-ec", "ip link set lo up; echo up; exec cat"],
@@ -118,9 +117,13 @@ class Network:
             raise OSError("unshare --net failed")
         self.prefix = ["nsenter", f"--net=/proc/{holder.pid}/ns/net"]
         port = self._start_proxy() if self._slow else None
-        detour = "" if port is None else f"ip daddr 127.0.0.1 tcp dport != 0 redirect to :{port}"
-        level, proxy = self._cgroup("proxy")
-        self.nft(RULES.format(level=level, proxy=proxy, detour=detour))
+        self.nft(RULES.format(detour="\n    ".join(self._detours(port) if port else [])))
+
+    def _detours(self, port: int) -> Iterator[str]:
+        """What workers connect to, they reach over the proxy; the coordinator reaches itself."""
+        for worker in range(WORKERS):
+            level, path = self._cgroup(f"worker-{worker}")
+            yield f'tcp dport != 0 socket cgroupv2 level {level} "{path}" redirect to :{port}'
 
     def _cgroup(self, name: str) -> tuple[int, str]:
         """A cgroup as nft wants it: its level, and its path from /sys/fs/cgroup."""
@@ -135,7 +138,6 @@ class Network:
         self._proxy = subprocess.Popen(
             [*self.prefix, sys.executable, "-m", "tests.slow_proxy", str(port)],
             cwd=REPOSITORY,
-            env={**os.environ, FOLDER_VARIABLE: str(self.folder)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -169,10 +171,10 @@ class Network:
         """What becomes of packets that match, where they arrive."""
         self.nft(f"add rule inet faults received {match} counter {verdict}")
 
-    def cut(self, one: str, other: str = "", verdict: str = "drop") -> None:
+    def cut(self, one: str, other: str = "") -> None:
         """Cuts a cgroup off from another, from a match of ports, or from everybody."""
         for sender, receiver in ((one, other), (other, one)):
-            self.at_receiver(f"{self._sent_by(sender)} {self._received_by(receiver)}", verdict)
+            self.at_receiver(f"{self._sent_by(sender)} {self._received_by(receiver)}")
 
     def _sent_by(self, side: str) -> str:
         if not side or side.isdigit():
@@ -232,9 +234,7 @@ def _remove_cgroups(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def network_run(
-    config: str | Path, run_dir: Path, *sets: str, slow: bool = False
-) -> Iterator[Run]:
+def network_run(config: str | Path, run_dir: Path, *sets: str, slow: bool = False) -> Iterator[Run]:
     """A run in a network of its own, `run.network`; skips the test where that cannot be had."""
     if why_not():
         pytest.skip(why_not())
@@ -286,12 +286,12 @@ def split(run: Run, left: Sequence[int], right: Sequence[int], *, lasting: bool 
 
 
 def reset_coordinator(run: Run, worker: int) -> float:
-    """Resets a worker's connection to the coordinator, once, at both ends."""
-    network = run.network
-    before = len(network.matched())
-    network.cut(_place(run, worker, False), _coordinator(run), "reject with tcp reset")
+    """Resets a worker's connection to the coordinator, once, at the worker's end."""
+    network, port = run.network, _coordinator(run)
+    bit = network.mark(_place(run, worker, False))
+    network.at_receiver(f"meta mark & {bit} == {bit} tcp dport {port}", "reject with tcp reset")
     t = time.time()
-    run.wait_until("the reset", lambda: any(network.matched()[before:]))
+    run.wait_until("the reset", lambda: network.matched()[-1])
     network.heal()
     return t
 
@@ -312,6 +312,11 @@ def delay_data(run: Run, delay_s: float, **stalls: float) -> float:
     """Delays all that goes between workers, each way; needs `slow=True`."""
     run.network.slow_down(beside=int(_coordinator(run)), delay_s=delay_s, **stalls)
     return time.time()
+
+
+def seconds_since(t: float) -> float:
+    """How long a fault has lasted."""
+    return time.time() - t
 
 
 def heal(run: Run) -> float:

@@ -16,16 +16,12 @@ from tests import trainers
 FOLDER_VARIABLE = "FTRAIN_TEST_CGROUP"  # the folder of the run's cgroups
 
 
-def enter_cgroup(name: str) -> None:
-    """Moves this process into a cgroup of the run, which is made if it is not there."""
-    folder = Path(os.environ[FOLDER_VARIABLE], name)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "cgroup.procs").write_text(str(os.getpid()))
-
-
 def enter_own_cgroup() -> None:
     """`worker-<id>/<incarnation>`: a rule may be about a worker or about one process of it."""
-    enter_cgroup(f"worker-{os.environ['FTRAIN_WORKER_ID']}/{os.environ['FTRAIN_INCARNATION']}")
+    own = f"worker-{os.environ['FTRAIN_WORKER_ID']}/{os.environ['FTRAIN_INCARNATION']}"
+    folder = Path(os.environ[FOLDER_VARIABLE], own)
+    folder.mkdir()
+    (folder / "cgroup.procs").write_text(str(os.getpid()))
 
 
 class Paced(trainers.Paced):

@@ -2,8 +2,8 @@
 
     python -m tests.slow_proxy PORT
 
-It connects to where the connection was meant to go and hands bytes on, in order, late. Lines of JSON
-on its input say how, from then on and on all connections; it answers each with a line.
+It connects to where the connection was meant to go and hands bytes on, in order, late. Lines of
+JSON on its input say how, from then on and on all connections; it answers each with a line.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import random
 import socket
 import struct
 import sys
-
-from tests.networked import enter_cgroup
 
 SO_ORIGINAL_DST = 80
 CHUNK_BYTES = 1 << 16
@@ -91,11 +89,8 @@ class Proxy:
 
 
 async def main() -> None:
-    enter_cgroup("proxy")
     proxy, loop = Proxy(), asyncio.get_running_loop()
-    server = await asyncio.start_server(proxy.serve, "127.0.0.1", int(sys.argv[1]))
-    for socket_ in server.sockets:
-        socket_.listen(1024)
+    await asyncio.start_server(proxy.serve, "127.0.0.1", int(sys.argv[1]), backlog=1024)
     orders = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
     print("ready", flush=True)
