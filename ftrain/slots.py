@@ -12,9 +12,18 @@ from ftrain.errors import WORKER_LOCAL_ERROR, WORKER_LOST_MEMBERSHIP, WORKER_REF
 from ftrain.processes import Child, Exit
 from ftrain.stacks import crashed, read_stacks
 
+COORDINATOR = -1  # beside the ids of workers, where the coordinator is counted with them
 CRASHES = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL"})
 # The last words of C++ code that ends its process (absl's log, jaxlib 0.10.2 to 0.12.0.1).
 _FATAL = re.compile(r"^F\d{4} [^\]]*\] (.*)")
+
+# A client of JAX's coordination service ends its process with this line (jaxlib 0.10.2, 0.12.0.1).
+CLIENT_GAVE_UP = "JAX distributed service detected fatal errors"
+WHY_GAVE_UP = {  # by the status at the line's end
+    "DEADLINE_EXCEEDED": "its heartbeats were not answered in time",
+    "UNAVAILABLE": "it could not be reached",
+    "ABORTED": "which had not heard from it in time",
+}
 
 
 @dataclasses.dataclass
@@ -38,6 +47,7 @@ class Slot:
     local_error: dict[str, Any] | None = None
     hung: str = ""  # why the watchdog ended it
     fatal: str = ""  # what C++ code said as it ended the process
+    gave_up: str = ""  # what its client of the coordination service ended it with
 
     def begin(self, child: Child, beat_fd: int) -> None:
         """A new process fills the slot."""
@@ -46,7 +56,8 @@ class Slot:
         self.child, self.beat = child, Beat(beat_fd)
         self.started_at, self.restart_at = time.monotonic(), None
         self.ready = self.going = False
-        self.commits, self.hung, self.fatal = 0, "", ""
+        self.commits = 0
+        self.hung = self.fatal = self.gave_up = ""
         self.refused = self.local_error = None
 
     def reading(self) -> Reading | None:
@@ -57,10 +68,13 @@ class Slot:
         """The Python stacks that its process has written since the last call."""
         return self.beat.new_stacks() if self.beat is not None else ""
 
-    def hear_error(self, line: str) -> None:
-        """A line of its stderr."""
+    def hear(self, line: str) -> None:
+        """A line of its process's stderr."""
         if found := _FATAL.match(line):
             self.fatal = found[1]
+        if CLIENT_GAVE_UP in line:
+            status = line.rpartition("absl::Status: ")[2]
+            self.gave_up = WHY_GAVE_UP.get(status.partition(":")[0], status)
 
     def take_crash(self, ended: Exit, reading: Reading | None, dump: str) -> None:
         """A fatal signal raised by what the process itself did is an error of its own (rule R3).
@@ -87,8 +101,11 @@ class Slot:
             return self.local_error["error"]
         if self.refused is not None:
             return self.refused["message"]
+        if self.gave_up and ended.signal == "SIGABRT":
+            return f"losing the coordinator ({self.gave_up})"
         if ended.signal is not None:
-            return f"{ended.signal}: {self.fatal}" if self.fatal else ended.signal
+            said = self.fatal if ended.signal == "SIGABRT" else ""
+            return f"SIGABRT: {said}" if said else ended.signal
         known = {
             WORKER_REFUSED: "its trainer or data",
             WORKER_LOCAL_ERROR: "an error of its own",

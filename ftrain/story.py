@@ -56,6 +56,7 @@ class Story:
         """A process ended that should not have. Told with the next commit, which shows its cost."""
         if slot.hung.startswith("the coordinator"):
             return
+        self._tell_before_return(self._deaths.get(slot.worker))
         phase = reading.phase if reading is not None else "start"
         how = f"was ended, {cause}" if slot.hung else f"died of {cause} (in {phase})"
         death = _Death(slot.worker, pid, how, time.time())
@@ -128,8 +129,17 @@ class Story:
                 f"after {delay:.2f} s"
             )
 
+    def _tell_before_return(self, death: _Death | None) -> None:
+        """Tells a death that was followed by another or by its return before any commit."""
+        if death is not None and not death.told:
+            death.told = True
+            self._screen.line(
+                f"worker {death.worker} (pid {death.pid}) died of {death.cause} (in {death.phase})"
+            )
+
     def _tell_state_synced(self, fields: dict[str, Any]) -> None:
         death = self._deaths.pop(fields["worker"], None)
+        self._tell_before_return(death)
         after = f" after {fields['t'] - death.t:.1f} s" if death is not None else ""
         if self._begun:
             back = "is back" if death is not None else "has joined"

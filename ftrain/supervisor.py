@@ -25,7 +25,7 @@ from ftrain.processes import Child, Ends, adopt_orphans, kill_strays, launch, re
 from ftrain.recorder import Recorder
 from ftrain.run_lock import RunLock
 from ftrain.screen import Screen
-from ftrain.slots import Slot
+from ftrain.slots import COORDINATOR, Slot
 from ftrain.story import Story
 from ftrain.verdict import Verdict, by_agreement, refused
 from ftrain.warden import Warden
@@ -35,7 +35,6 @@ TICK_S = 0.1
 REFUSED_WAIT_S = 3.0  # for the other workers to say that they fail in the same way
 SURVIVORS_FIRST_S = 0.5  # how long a replacement waits for the others' next commit
 COORDINATOR_EXIT_S = 5.0  # for it to end by itself
-COORDINATOR = -1  # its id in the restart budget
 
 
 class Supervisor:
@@ -252,7 +251,7 @@ class Supervisor:
         slot.begin(child, beat_fd)
         self._coordinator.send(f"group {child.pid}")
         self._ears.hear(child, "stdout", lambda line: self._on_output(slot, line))
-        self._ears.hear(child, "stderr", lambda line: self._on_error_line(slot, line))
+        self._ears.hear(child, "stderr", lambda line: self._on_stderr(slot, line))
         self._ears.hear(child, "records", lambda line: self._on_record(slot, line))
         self._ears.watch(child.pidfd, lambda: self._on_worker_exit(slot))
         self._log("worker_started", worker=slot.worker, pid=child.pid, incarnation=slot.incarnation)
@@ -264,9 +263,9 @@ class Supervisor:
         if slot.worker == min(going or [s.worker for s in self._slots if s.child is not None]):
             self._screen.line(f"[{slot.worker}] {line}")
 
-    def _on_error_line(self, slot: Slot, line: str) -> None:
+    def _on_stderr(self, slot: Slot, line: str) -> None:
         self._logs.worker(slot.worker, line)
-        slot.hear_error(line)
+        slot.hear(line)
 
     def _on_record(self, slot: Slot, line: str) -> None:
         record = json.loads(line)
@@ -394,7 +393,7 @@ class Supervisor:
         reap_strays(self._known_pids())
         self._start_due()
         self._let_go()
-        self._warden.tick(now)
+        self._warden.tick(now, self._coordinator)
         self._judge(now)
         self._story.tick(
             self._recorder.step, [s.worker for s in self._slots if s.going and s.child]

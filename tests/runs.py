@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,13 @@ class Run:
         command: str = "run",
         cwd: Path = REPOSITORY,
         env: dict[str, str] | None = None,
+        prefix: Sequence[str] = (),
     ):
         self.run_dir = run_dir
         self._read: dict[str, tuple[list[dict[str, Any]], int]] = {}
         self.output_file = run_dir.parent / f"{run_dir.name}.out"
-        argv = [sys.executable, "-m", "ftrain.cli", command, str(config), "--run-dir", str(run_dir)]
+        argv = [*prefix, sys.executable, "-m", "ftrain.cli", command, str(config)]
+        argv += ["--run-dir", str(run_dir)]
         for item in sets:
             argv += ["--set", item]
         with open(self.output_file, "ab") as out:

@@ -101,7 +101,7 @@ def test_a_crash_of_user_code_is_an_error_of_its_own_with_its_place(crash, name)
 def test_c_code_that_gives_up_is_no_error_of_the_users():
     """JAX's client ends its process when the coordinator is gone, from a thread without Python."""
     slot = Slot(2)
-    slot.hear_error("F1130 04:05:06.789 12 client.h:80] Terminating process because of it")
+    slot.hear("F1130 04:05:06.789 12 client.h:80] Terminating process because of it")
     slot.take_crash(Exit(None, "SIGABRT"), None, "")
     assert slot.local_error is None
     assert slot.cause(Exit(None, "SIGABRT")) == "SIGABRT: Terminating process because of it"

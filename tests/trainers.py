@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import itertools
 import os
@@ -120,14 +119,6 @@ class FailsInHook(Paced):
         print(f"hook after step {step}: {int(state.step)} {int(state.cursor)}")
         if step == 5 and mine(0):
             raise RuntimeError("the hook is broken")
-
-
-class SpinsInC(Paced):
-    """After step 5 the lowest worker's first process spins in C and never lets the lock go."""
-
-    def after_commit(self, step, metrics, state):
-        if step == 5 and mine(0):
-            ctypes.PyDLL(None).pause()  # PyDLL keeps the interpreter's lock; pause() waits for ever
 
 
 class Forks(Paced):
