@@ -2,8 +2,10 @@
 
 Neither holds a collective. They are compiled ahead of time once per process, on its own device, and
 survive every change of the set. The gradient program is for one shard and is called once a shard,
-adding into donated buffers, so no number of shards ever compiles anything. (No loop on the device:
-XLA's CPU backend runs a convolution inside `scan` 4 to 6 times slower, jax 0.10.2.)
+adding into donated buffers, so no number of shards ever compiles anything. Where the sums are to be
+reproducible each shard gets buffers of its own, which a third, small program adds in the order of
+the tree (`tree`). (No loop on the device: XLA's CPU backend runs a convolution inside `scan` 4 to 6
+times slower, jax 0.10.2.)
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import numpy as np
 from ftrain.errors import TrainerError
 from ftrain.layout import Layout, from_words, to_words
 from ftrain.mesh import Buffers
+from ftrain.reduction import add
 from ftrain.state import (
     Committed,
     Init,
@@ -30,6 +33,7 @@ from ftrain.state import (
     spec_of,
     to_host,
 )
+from ftrain.tree import Node, Sums
 from ftrain.user_metrics import check_metrics, metric_names
 
 
@@ -68,6 +72,7 @@ class StepPrograms:
     Args:
       batch_shapes: the leaves of one shard's batch, `samples` long, in the tree `batch_tree`.
       table_size: floats that the float32 buffer has room for at least, see `DataPlane.gather`.
+      tree_shards: the shards of a step if they are summed in the order of the tree, by `nodes`.
     """
 
     def __init__(
@@ -81,8 +86,9 @@ class StepPrograms:
         samples: int,
         reduce_dtype: str,
         table_size: int = 0,
+        tree_shards: int | None = None,
     ):
-        self._trainer, self._spec = trainer, spec
+        self._trainer, self._spec, self._tree_shards = trainer, spec, tree_shards
         self._batch_tree, self._seed, self._samples = batch_tree, seed, samples
         self._params, self._opt, self._model = spec.split(spec.leaves)
         self._batch = list(batch_shapes)
@@ -216,6 +222,8 @@ class StepPrograms:
     ) -> tuple[list, jax.Array]:
         """The new leaves, and loss, metrics, weight and stop as one vector. Traced."""
         take = self._layout.take
+        if self._tree_shards:
+            sums = [_one_nan(b) for b in sums]
         scalars = take(sums, self._scalars)
         weight = scalars[-1]
         divisor = jnp.where(weight > 0, weight, 1)
@@ -275,11 +283,14 @@ class StepPrograms:
             jax.jit(self._update).lower(
                 self._params, self._opt, self._model, buffers, index, index
             ),
+            *([jax.jit(_add, donate_argnums=0).lower(buffers, buffers)] * bool(self._tree_shards)),
         )
 
     def compile(self, compile: Callable[[Any], Any]) -> None:
         """Compiles what `lower` traced, or loads it from the compilation cache."""
-        self._shard_program, self._empty_program, self._update_program = map(compile, self._lowered)
+        programs = map(compile, self._lowered)
+        self._shard_program, self._empty_program, self._update_program, *more = programs
+        self._add_program = more[0] if more else None
         del self._lowered
 
     @property
@@ -299,6 +310,23 @@ class StepPrograms:
             )
         return buffers
 
+    def nodes(
+        self, state: Committed, shards: Sequence[tuple[int, list[np.ndarray]]], *, stop: bool
+    ) -> list[Buffers]:
+        """As `gradients`, but the sums of the tree's nodes that `shards` make up, in order.
+
+        Needs `tree_shards`, and a worker that has a shard: without one its `stop` is not heard.
+        """
+        params, _, model = self._spec.split(state.leaves)
+        sums: Sums[Buffers] = Sums(self._tree_shards, self._add_program)
+        for shard, batch in shards:
+            buffers = self._empty_program(np.float32(stop and shard == shards[0][0]))
+            buffers = self._shard_program(
+                params, model, batch, np.int32(state.step), np.int32(shard), buffers
+            )
+            sums.take(Node(0, shard), buffers)
+        return sums.values or [self._empty_program(np.float32(0))]
+
     def update(
         self, state: Committed, sums: Buffers, samples: int
     ) -> tuple[Committed, dict[str, float], bool]:
@@ -317,6 +345,16 @@ class StepPrograms:
         if weight == 0:
             metrics["weight"] = 0.0
         return new_state, metrics, stop > 0
+
+
+def _add(left: Buffers, right: Buffers) -> Buffers:
+    """The sum of two neighbouring nodes. Traced."""
+    return [add(a, b) for a, b in zip(left, right, strict=True)]
+
+
+def _one_nan(x: jax.Array) -> jax.Array:
+    """NaN as one pattern of bits: a sum of two may have either's, as the compiler likes. Traced."""
+    return jnp.where(jnp.isnan(x), jnp.nan, x) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def _as_loss(out: Any) -> Loss:

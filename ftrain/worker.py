@@ -306,7 +306,10 @@ def trace(
         seed=config.seed,
         samples=samples,
         reduce_dtype=config.reduce_dtype,
-        table_size=config.cluster.workers * HEADER.size,
+        # Room for as many workers as there may be, not as there are: nothing about the programs,
+        # and so no bit of what they compute, may depend on the number of workers.
+        table_size=config.batch_shards * HEADER.size,
+        tree_shards=config.batch_shards if config.reduction == "reproducible" else None,
     )
     evaluation = (
         None
@@ -317,6 +320,7 @@ def trace(
             eval_source,
             batch_size=config.batch_size,
             batch_shards=config.batch_shards,
+            reduction=config.reduction,
             compile=compile,
         )
     )

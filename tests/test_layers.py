@@ -31,6 +31,7 @@ LAYERS = [
         "compile_lock",
         "processes",
         "screen",
+        "tree",
         "worker_logs",
     ],
     [
@@ -53,6 +54,7 @@ LAYERS = [
         "ears",
         "verdict",
     ],
+    ["reduction"],
     [
         "config",
         "recorder",
