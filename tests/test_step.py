@@ -68,6 +68,7 @@ def traced(
     reduce_dtype: str = "float32",
     seed: int = SEED,
     table_size: int = 0,
+    tree_shards: int | None = None,
 ) -> tuple[StateSpec, StepPrograms]:
     """What every start does with a trainer before it compiles anything."""
     trainer.tx = trainer.optimizer()
@@ -81,6 +82,7 @@ def traced(
         samples=SIZE,
         reduce_dtype=reduce_dtype,
         table_size=table_size,
+        tree_shards=tree_shards,
     )
 
 
