@@ -21,9 +21,11 @@ from tests.runs import Run, running
 
 
 def lines(run: Run) -> dict[int, dict[str, Any]]:
-    """What was committed, but for who and when, by step; after a rewind the later line counts."""
+    """What was committed, by step, but for who, when and whether again: the later line counts."""
     return {
-        row["step"]: {k: v for k, v in row.items() if k not in ("t", "workers", "step_time_s")}
+        row["step"]: {
+            k: v for k, v in row.items() if k not in ("t", "workers", "step_time_s", "rewound")
+        }
         for row in run.metrics()
     }
 
