@@ -37,6 +37,7 @@ Cache = Annotated[str, Field(min_length=1, description="auto, off or a folder's 
 Platform = Annotated[Literal["auto", "cpu", "gpu"], Field(description="auto, cpu or gpu")]
 Dtype = Annotated[Literal["float32", "param"], Field(description="float32 or param")]
 Reaction = Annotated[Literal["stop", "skip", "ignore"], Field(description="stop, skip or ignore")]
+Reduction = Annotated[Literal["fast", "reproducible"], Field(description="fast or reproducible")]
 ClassName = Annotated[
     str, Field(pattern=_TRAINER, description="path.py:Class or package.module:Class")
 ]
@@ -101,6 +102,7 @@ class Config(Section):
     seed: Seed = 0  # decides initialisation, sample order and the trainer's randomness
     batch_size: Count32  # samples a step over all workers, however many live; larger: slower steps
     batch_shards: Count = 1  # equal parts of a batch (default: see _with_shards); larger: slower
+    reduction: Reduction = "fast"  # reproducible: the same bits whoever lives; more traffic, slower
     reduce_dtype: Dtype = "float32"  # of gradient sums; param: their own, less traffic, less exact
     on_nonfinite: Reaction = "stop"  # a nan or infinite loss, gradient or update: stop; skip the
     # step, at most 100 in a row; ignore: commit whatever comes, over good checkpoints too, for a

@@ -23,8 +23,9 @@ import numpy as np
 from ftrain.data import rank_of, shards_of
 from ftrain.errors import StateMismatchError
 from ftrain.membership import Members, ProcessFailureError, View, live_devices
-from ftrain.mesh import DataPlane
+from ftrain.mesh import Buffers, DataPlane
 from ftrain.nonfinite import SKIPS_IN_A_ROW, Nonfinite, one_line, why_stopped
+from ftrain.reduction import tree_sum
 from ftrain.state import Committed, StateSpec, digest, to_host
 from ftrain.sync import sync_state
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from ftrain.beat import Beat
     from ftrain.checkpoint import Saver
     from ftrain.config import Config
-    from ftrain.data import ShardReader
+    from ftrain.data import Batch, ShardReader
     from ftrain.evaluation import Evaluation
     from ftrain.step import StepPrograms
     from ftrain.trainer import Trainer
@@ -269,9 +270,7 @@ class StepLoop:
         shards = shards_of(self.plane.rank, len(view.workers), self.config.batch_shards)
         batches = self.reader.shards(self.state.cursor, shards)
         self.beat.phase("gradient")
-        buffers = self.programs.gradients(self.state, batches, stop=self.stop_requested())
-        self.beat.phase("reduce")
-        sums = self.plane.sum(buffers)
+        sums = self._sums(batches)
         self.beat.phase("update")
         new_state, metrics, stop, found = self.programs.update(
             self.state, sums, self.config.batch_size
@@ -316,6 +315,17 @@ class StepLoop:
                 "what": one_line(found, owners),
             },
         )
+
+    def _sums(self, batches: list[tuple[int, Batch]]) -> Buffers:
+        """What the shards of all members add up to, in the order that the config asks for."""
+        stop = self.stop_requested()
+        if self.config.reduction == "fast":
+            buffers = self.programs.gradients(self.state, batches, stop=stop)
+            self.beat.phase("reduce")
+            return self.plane.sum(buffers)
+        nodes = self.programs.nodes(self.state, batches, stop=stop)
+        self.beat.phase("reduce")
+        return tree_sum(self.plane, nodes, self.config.batch_shards)
 
     def _evaluation_due(self) -> bool:
         if self.evaluation is None or self.progress.stopping:

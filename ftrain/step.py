@@ -2,8 +2,10 @@
 
 Neither holds a collective. They are compiled ahead of time once per process, on its own device, and
 survive every change of the set. The gradient program is for one shard and is called once a shard,
-adding into donated buffers, so no number of shards ever compiles anything. (No loop on the device:
-XLA's CPU backend runs a convolution inside `scan` 4 to 6 times slower, jax 0.10.2.)
+adding into donated buffers, so no number of shards ever compiles anything. Where the sums are to be
+reproducible each shard gets buffers of its own, which a third, small program adds in the order of
+the tree (`tree`). (No loop on the device: XLA's CPU backend runs a convolution inside `scan` 4 to 6
+times slower, jax 0.10.2.)
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from ftrain.nonfinite import (
     flag_of,
     kinds_of,
 )
+from ftrain.reduction import add
 from ftrain.state import (
     Committed,
     Init,
@@ -38,6 +41,7 @@ from ftrain.state import (
     spec_of,
     to_host,
 )
+from ftrain.tree import Node, Sums
 from ftrain.user_metrics import check_metrics, metric_names
 
 
@@ -78,6 +82,7 @@ class StepPrograms:
       table_size: floats that the float32 buffer has room for at least, see `DataPlane.gather`.
       judged_shards: the batch's shards, if it shall be found out which of them gave values that are
         not finite; 0: nothing is judged, and nothing is paid for it.
+      tree_shards: the shards of a step if they are summed in the order of the tree, by `nodes`.
     """
 
     def __init__(
@@ -92,8 +97,9 @@ class StepPrograms:
         reduce_dtype: str,
         table_size: int = 0,
         judged_shards: int = 0,
+        tree_shards: int | None = None,
     ):
-        self._trainer, self._spec = trainer, spec
+        self._trainer, self._spec, self._tree_shards = trainer, spec, tree_shards
         self._batch_tree, self._seed, self._samples = batch_tree, seed, samples
         self._params, self._opt, self._model = spec.split(spec.leaves)
         self._batch = list(batch_shapes)
@@ -245,6 +251,8 @@ class StepPrograms:
     ) -> tuple[list, jax.Array]:
         """The new leaves, and loss, metrics, weight, stop and whether it is bad. Traced."""
         take = self._layout.take
+        if self._tree_shards:
+            sums = [_one_nan(b) for b in sums]
         scalars = take(sums, self._scalars)
         weight = scalars[-1]
         divisor = jnp.where(weight > 0, weight, 1)
@@ -309,11 +317,14 @@ class StepPrograms:
             jax.jit(self._update).lower(
                 self._params, self._opt, self._model, buffers, index, index
             ),
+            *([jax.jit(_add, donate_argnums=0).lower(buffers, buffers)] * bool(self._tree_shards)),
         )
 
     def compile(self, compile: Callable[[Any], Any]) -> None:
         """Compiles what `lower` traced, or loads it from the compilation cache."""
-        self._shard_program, self._empty_program, self._update_program = map(compile, self._lowered)
+        programs = map(compile, self._lowered)
+        self._shard_program, self._empty_program, self._update_program, *more = programs
+        self._add_program = more[0] if more else None
         del self._lowered
 
     @property
@@ -332,6 +343,23 @@ class StepPrograms:
                 params, model, batch, np.int32(state.step), np.int32(shard), buffers
             )
         return buffers
+
+    def nodes(
+        self, state: Committed, shards: Sequence[tuple[int, list[np.ndarray]]], *, stop: bool
+    ) -> list[Buffers]:
+        """As `gradients`, but the sums of the tree's nodes that `shards` make up, in order.
+
+        Needs `tree_shards`, and a worker that has a shard: without one its `stop` is not heard.
+        """
+        params, _, model = self._spec.split(state.leaves)
+        sums: Sums[Buffers] = Sums(self._tree_shards, self._add_program)
+        for shard, batch in shards:
+            buffers = self._empty_program(np.float32(stop and shard == shards[0][0]))
+            buffers = self._shard_program(
+                params, model, batch, np.int32(state.step), np.int32(shard), buffers
+            )
+            sums.take(Node(0, shard), buffers)
+        return sums.values or [self._empty_program(np.float32(0))]
 
     def update(
         self, state: Committed, sums: Buffers, samples: int
@@ -388,6 +416,16 @@ class StepPrograms:
             )
             or ["a gradient's mean"],
         )
+
+
+def _add(left: Buffers, right: Buffers) -> Buffers:
+    """The sum of two neighbouring nodes. Traced."""
+    return [add(a, b) for a, b in zip(left, right, strict=True)]
+
+
+def _one_nan(x: jax.Array) -> jax.Array:
+    """NaN as one pattern of bits: a sum of two may have either's, as the compiler likes. Traced."""
+    return jnp.where(jnp.isnan(x), jnp.nan, x) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def _as_loss(out: Any) -> Loss:

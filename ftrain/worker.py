@@ -308,8 +308,11 @@ def trace(
         seed=config.seed,
         samples=samples,
         reduce_dtype=config.reduce_dtype,
-        table_size=config.cluster.workers * HEADER.size,
         judged_shards=0 if config.on_nonfinite == "ignore" else config.batch_shards,
+        # Room for as many workers as there may be, not as there are: nothing about the programs,
+        # and so no bit of what they compute, may depend on the number of workers.
+        table_size=config.batch_shards * HEADER.size,
+        tree_shards=config.batch_shards if config.reduction == "reproducible" else None,
     )
     evaluation = (
         None
@@ -320,6 +323,7 @@ def trace(
             eval_source,
             batch_size=config.batch_size,
             batch_shards=config.batch_shards,
+            reduction=config.reduction,
             compile=compile,
         )
     )

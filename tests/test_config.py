@@ -332,7 +332,8 @@ def test_default_of_batch_shards_depends_on_batch_size_alone(batch_size, shards)
 def test_defaults_are_those_of_the_design():
     assert load(BASE).to_yaml() == (
         "trainer: a.py:T\ntrainer_args: {}\nrun_dir: runs/x\nsteps: 400\nseed: 0\n"
-        "batch_size: 240\nbatch_shards: 12\nreduce_dtype: float32\non_nonfinite: stop\n"
+        "batch_size: 240\nbatch_shards: 12\nreduction: fast\nreduce_dtype: float32\n"
+        "on_nonfinite: stop\n"
         "data:\n  shuffle: true\n  prefetch_steps: 1\n  threads: 1\neval:\n  every_steps: 0\n"
         "cluster:\n  workers: 1\n  min_workers: 1\n  platform: auto\n  start_timeout_s: 120.0\n"
         "  heartbeat_timeout_s: 10.0\n  hang_timeout_s: 60.0\n  below_min_timeout_s: 600.0\n"

@@ -32,6 +32,7 @@ LAYERS = [
         "compile_lock",
         "processes",
         "screen",
+        "tree",
         "worker_logs",
     ],
     [
@@ -57,6 +58,7 @@ LAYERS = [
         "ears",
         "verdict",
     ],
+    ["reduction"],
     [
         "config",
         "recorder",

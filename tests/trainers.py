@@ -266,3 +266,53 @@ class PoisonedNumbers(Numbers):
     def batch_at(self, indices: np.ndarray) -> dict:
         x = super().batch_at(indices % 96)["x"]
         return {"x": np.where((self.first <= indices) & (indices <= self.last), np.inf, x)}
+
+
+class Mixed(Paced):
+    """A network of three dtypes and odd sizes, dropout, and statistics in the model state."""
+
+    def init_params(self, key):
+        keys = jax.random.split(key, 3)
+        return ftrain.Init(
+            {
+                "first": jax.random.normal(keys[0], (7, 13)),
+                "second": jax.random.normal(keys[1], (13, 11)).astype(jnp.bfloat16),
+                "third": jax.random.normal(keys[2], (11,)).astype(jnp.float16),
+            },
+            {"count": jnp.int32(0), "mean": jnp.zeros(13)},
+        )
+
+    def loss(self, params, batch, key, model_state):
+        x = jnp.cos(batch["x"][:, None] * jnp.arange(1.0, 8.0))
+        hidden = jnp.tanh(x @ params["first"])
+        kept = jax.random.bernoulli(key, 0.8, hidden.shape)
+        mean = 0.9 * model_state["mean"] + 0.1 * hidden.mean(0)
+        hidden = jnp.where(kept, hidden - mean, 0)
+        out = jnp.tanh(hidden @ params["second"].astype(jnp.float32))
+        value = jnp.mean((out @ params["third"].astype(jnp.float32) - batch["x"]) ** 2)
+        state = {"count": model_state["count"] + 1, "mean": mean}
+        return ftrain.Loss(value, {"bias": jnp.mean(hidden)}, model_state=state)
+
+    def evaluate(self, state, batch):
+        x = jnp.cos(batch["x"][:, None] * jnp.arange(1.0, 8.0))
+        return {"error": jnp.mean(jnp.tanh(x @ state.params["first"]) ** 2)}
+
+
+class Late(Paced):
+    """Worker 1's first process takes `late_s` to read its tenth batch."""
+
+    def __init__(self, *, late_s: float):
+        super().__init__()
+        self.late_s = late_s
+
+    def dataset(self):
+        numbers = Numbers()
+        read, calls = numbers.batch_at, itertools.count(1)
+
+        def batch_at(indices):
+            if mine(1) and next(calls) == 10:
+                time.sleep(self.late_s)
+            return read(indices)
+
+        numbers.batch_at = batch_at
+        return numbers
