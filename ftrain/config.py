@@ -78,7 +78,7 @@ class Cluster(Section):
 class Restart(Section):
     """How failed workers are started again; the first restart is at once."""
 
-    max_failures: Natural = 10  # of a worker in a row; larger: a crash loop is given up later
+    max_failures: Natural = 10  # of a worker in a row, then quarantine; 0: stop at the first
     renew_after_steps: Count = 10  # a worker's commits that end a row; larger: rare faults add up
     backoff_s: Delay = 0.5  # seconds before the second restart, then doubled; larger: fewer work
     backoff_max_s: Delay = 30.0  # longest such wait in seconds; larger: a late return

@@ -18,7 +18,9 @@ Every event has `t` (unix seconds), `event`, and where it applies `worker`, `pid
     checkpoint_saved{step,seconds,tier}    checkpoint_skipped{step,why}
     checkpoint_restored{step,tier}         save_failed{step,error}
     digest_agreed{step,workers,digest}     every worker that reported the step has these bits
-    hang_detected{worker,phase,seconds}    stop_requested{signal}
+    hang_detected{worker,phase,seconds}    unreachable: the workers it cannot reach, if it is that
+    worker_quarantined{worker,seconds}     tried again after that long, while the others train
+    stop_requested{signal}
     run_finished{step,exit_code,reason}
 """
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ftrain.processes import Exit
     from ftrain.screen import Screen
     from ftrain.slots import Slot
+    from ftrain.stacks import Stack
 
 RATE_WINDOW_S = 10.0
 
@@ -23,8 +24,7 @@ RATE_WINDOW_S = 10.0
 class _Death:
     worker: int
     pid: int
-    cause: str
-    phase: str
+    how: str
     t: float
     told: bool = False
 
@@ -56,8 +56,10 @@ class Story:
         """A process ended that should not have. Told with the next commit, which shows its cost."""
         if slot.hung.startswith("the coordinator"):
             return
+        self._tell_before_return(self._deaths.get(slot.worker))
         phase = reading.phase if reading is not None else "start"
-        death = _Death(slot.worker, pid, cause, phase, time.time())
+        how = f"was ended, {cause}" if slot.hung else f"died of {cause} (in {phase})"
+        death = _Death(slot.worker, pid, how, time.time())
         self._deaths[slot.worker] = death
         if slot.refused is not None and not self._begun:
             death.told = True  # the run ends with that, told once for all workers
@@ -65,9 +67,26 @@ class Story:
             death.told = True
             self._screen.line(f"worker {slot.worker} (pid {pid}) ended while starting: {cause}")
 
-    def restart_in(self, slot: Slot, delay_s: float) -> None:
+    def worker_hangs(self, slot: Slot, stack: Stack | None, *, stopped: bool) -> None:
+        """The others wait for a process that makes no progress; it is about to be ended."""
+        where = (
+            "it was stopped by a signal"
+            if stopped
+            else "no Python stack could be had"
+            if stack is None
+            else f"its Python stack, most recent call last:\n{stack}"
+        )
+        self._screen.line(f"worker {slot.worker} (pid {slot.child.pid}): {slot.hung}; {where}")
+
+    def restart_in(self, slot: Slot, delay_s: float, *, quarantine: bool) -> None:
         """When a failed worker will be back."""
-        if delay_s > 0:
+        if quarantine:
+            self._screen.line(
+                f"worker {slot.worker} has failed more than max_failures="
+                f"{self._config.restart.max_failures} times in a row; the others train without "
+                f"it, and it is tried again every {delay_s:.0f} s"
+            )
+        elif delay_s > 0:
             self._screen.line(f"worker {slot.worker} failed again; starting it in {delay_s:.1f} s")
 
     def coordinator_died(self, ended: Exit) -> None:
@@ -105,13 +124,22 @@ class Story:
             death.told = True
             delay = line["t"] - death.t
             self._screen.line(
-                f"worker {death.worker} (pid {death.pid}) died of {death.cause} "
-                f"(in {death.phase}); {_ids(line['workers'], 'worker')} went on with step "
-                f"{line['step']} after {delay:.2f} s"
+                f"worker {death.worker} (pid {death.pid}) {death.how}; "
+                f"{_ids(line['workers'], 'worker')} went on with step {line['step']} "
+                f"after {delay:.2f} s"
+            )
+
+    def _tell_before_return(self, death: _Death | None) -> None:
+        """Tells a death that was followed by another or by its return before any commit."""
+        if death is not None and not death.told:
+            death.told = True
+            self._screen.line(
+                f"worker {death.worker} (pid {death.pid}) died of {death.cause} (in {death.phase})"
             )
 
     def _tell_state_synced(self, fields: dict[str, Any]) -> None:
         death = self._deaths.pop(fields["worker"], None)
+        self._tell_before_return(death)
         after = f" after {fields['t'] - death.t:.1f} s" if death is not None else ""
         if self._begun:
             back = "is back" if death is not None else "has joined"

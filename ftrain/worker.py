@@ -120,7 +120,9 @@ def start(job: Assignment, control: Control) -> NoReturn:
     keep_stdout_for_user_code()
     # Without handlers: whoever signals one worker gets what SIGKILL would give, a replacement.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    work(job, Reporter(job.records_fd), Beat(job.beat_fd), control)
+    beat = Beat(job.beat_fd)
+    beat.keep_stacks()
+    work(job, Reporter(job.records_fd), beat, control)
 
 
 def work(job: Assignment, report: Callable[..., None], beat: Beat, control: Control) -> NoReturn:

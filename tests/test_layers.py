@@ -23,17 +23,20 @@ MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__i
 # From the ground up: a module imports only from layers before its own.
 LAYERS = [
     # Words that all use, and pure functions.
+    ["stacks"],
     [
         "errors",
         "beat",
         "order",
-        "communicators",
+        "tcp_sockets",
         "compile_lock",
         "processes",
         "screen",
         "worker_logs",
     ],
     [
+        "communicators",
+        "reachability",
         "yaml_lines",
         "events",
         "restart",
@@ -58,6 +61,7 @@ LAYERS = [
         "config",
         "recorder",
         "story",
+        "warden",
         "trainer",
         "sync",
         "step",
@@ -74,7 +78,7 @@ PROCESS_SIDE = set(
     """
     cli supervisor restart recorder story screen slots processes run_lock watchdog events config
     errors yaml_lines environment user_code beat versions worker_logs forking ears
-    verdict
+    verdict stacks warden
 """.split()
 )
 DEVICE_PACKAGES = {"jax", "jaxlib", "flax", "optax"}

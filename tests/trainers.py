@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import itertools
 import os
@@ -17,6 +16,7 @@ import numpy as np
 import optax
 
 import ftrain
+from tests.orders import obey, obey_at_phases
 
 
 class Numbers:
@@ -121,14 +121,6 @@ class FailsInHook(Paced):
             raise RuntimeError("the hook is broken")
 
 
-class SpinsInC(Paced):
-    """After step 5 the lowest worker's first process spins in C and never lets the lock go."""
-
-    def after_commit(self, step, metrics, state):
-        if step == 5 and mine(0):
-            ctypes.PyDLL(None).pause()  # PyDLL keeps the interpreter's lock; pause() waits for ever
-
-
 class Forks(Paced):
     """Each worker starts a process of its own that outlives anything but a kill."""
 
@@ -229,6 +221,25 @@ class Breaks(Paced):
     def after_commit(self, step, metrics, state):
         if step == 2:
             breakpoint()
+
+
+class Ordered(Paced):
+    """Commits the faults that a test orders, see `tests.orders`. Its hook is never empty."""
+
+    def __init__(self, *, pause_s: float = 0.0):
+        super().__init__(pause_s=pause_s)
+        obey_at_phases()
+
+    def dataset(self):
+        numbers = Numbers(self.pause_s)
+        read = numbers.batch_at
+
+        def batch_at(indices):
+            obey("dataset")
+            return read(indices)
+
+        numbers.batch_at = batch_at
+        return numbers
 
 
 class Poisoned(Paced):

@@ -10,7 +10,7 @@ from tests.checks import (
     check_nothing_left,
     check_replicas_agree,
 )
-from tests.runs import running
+from tests.runs import REPOSITORY, running
 
 
 def test_killed_workers_cost_no_committed_step_and_come_back(tmp_path):
@@ -126,3 +126,22 @@ def test_below_min_workers_for_too_long_saves_and_exits_75(tmp_path):
         step = run.metrics()[-1]["step"]
         assert run.events("checkpoint_saved")[-1]["step"] == step
         check_nothing_left(run)
+
+
+def test_a_replacement_runs_the_users_file_as_it_is_now(tmp_path):
+    """The file is saved again while the run goes on: workers are forked from a new template."""
+    source = (REPOSITORY / "tests" / "trainers.py").read_text()
+    file = tmp_path / "edited.py"
+    file.write_text(source)
+    sets = [f"trainer={file}:Paced", "steps=300"]
+    with running("tests/paced.yaml", tmp_path / "run", *sets) as run:
+        run.wait_for_step(20)
+        file.write_text(source + "\nprint('the new file')\n")
+        for worker in (1, 2):
+            seen = len(run.events())
+            run.kill(worker)
+            run.wait_back(worker, seen)
+        assert run.finish() == 0
+        check_each_step_once(run, 300)
+        assert "the new file" in (run.run_dir / "logs" / "supervisor.log").read_text()
+        assert "workers are not forked" not in (run.run_dir / "logs/supervisor.log").read_text()
