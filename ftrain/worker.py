@@ -243,7 +243,6 @@ def make_loop(
     members.publish_spec(spec.fingerprint(), spec.lines())
     saver = checkpoint.Saver(
         config.run_dir,
-        worker=job.worker,
         keep=config.checkpoint.keep,
         dataset_length=source.length,
         report=report,
@@ -253,7 +252,7 @@ def make_loop(
         from ftrain.step import initial_state
 
         restored = checkpoint.restore_newest(
-            config.run_dir, spec, worker=job.worker, dataset_length=source.length, report=report
+            config.run_dir, spec, dataset_length=source.length, report=report
         )
         if restored is None:
             with runtime.shares_compile_cache():
