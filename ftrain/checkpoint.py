@@ -22,13 +22,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from ftrain.digests import digest_of
 from ftrain.errors import CheckpointNotFoundError, CheckpointUnreadableError, StateMismatchError
 from ftrain.state import (
     Committed,
     StateSpec,
     TrainState,
-    digest,
-    digest_of,
     from_host,
     host_shape,
     is_key,
@@ -141,7 +140,7 @@ def write_checkpoint(
         "counts": spec.counts,
         "keys": [key_impl(leaf) if is_key(leaf) else None for leaf in spec.leaves],
         "shapes": [[list(shape), dtype.name] for shape, dtype in map(host_shape, spec.leaves)],
-        "digest": digest(spec, state.step, state.cursor, arrays).hex(),
+        "digest": digest_of(spec.lines(), state.step, state.cursor, arrays).hex(),
     }
     tree = {f"{i:05d}": a for i, a in enumerate(arrays) if a.size}  # Orbax refuses empty arrays
     tree["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)

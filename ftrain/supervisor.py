@@ -286,6 +286,8 @@ class Supervisor:
                 slot.refused = record
             case "local_error":
                 slot.local_error = record
+            case "gave_up":
+                self._end(EXIT_GAVE_UP, record["reason"])
             case kind:
                 slot.commits += kind == "commit"
                 self._recorder.take(slot.worker, record, self._generation)
@@ -403,8 +405,6 @@ class Supervisor:
         """Whether the run is over, and how."""
         alive = [s for s in self._slots if s.child is not None]
         reasons = [s.left for s in self._slots if s.left is not None]
-        if self._recorder.replicas_differ:
-            self._end(EXIT_GAVE_UP, f"replicas differ at {self._recorder.replicas_differ}")
         if self._recorder.aborts_in_place >= restart.ATTEMPTS_IN_PLACE:
             self._end(
                 EXIT_GAVE_UP,
