@@ -52,7 +52,11 @@ class Digests:
 
     def lower(self) -> None:
         """Traces the program."""
-        self._lowered = jax.jit(_device_sums).lower(list(self._spec.leaves))
+        shapes = [
+            jax.ShapeDtypeStruct(x.shape, jnp.int8) if _shares_bytes(x) else x
+            for x in self._spec.leaves
+        ]
+        self._lowered = jax.jit(_device_sums).lower(shapes)
 
     def compile(self, compile: Callable[[Any], Any]) -> None:
         """Compiles what `lower` traced, or loads it from the compilation cache."""
@@ -61,8 +65,14 @@ class Digests:
 
     def __call__(self, state: Committed) -> bytes:
         """The digest of a state on this worker's device. Waits for it."""
-        sums = np.asarray(self._program(state.leaves))
+        # Among other leaves a program may want int4 packed, which no array here is (jax 0.10.2).
+        leaves = [x.astype(jnp.int8) if _shares_bytes(x) else x for x in state.leaves]
+        sums = np.asarray(self._program(leaves))
         return _finish(self._lines, state.step, state.cursor, sums)
+
+
+def _shares_bytes(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.integer) and jnp.iinfo(leaf.dtype).bits < 8
 
 
 def _finish(lines: Sequence[str], step: int, cursor: int, sums: np.ndarray) -> bytes:
