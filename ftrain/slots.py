@@ -11,7 +11,8 @@ from ftrain.beat import Beat, Reading
 from ftrain.errors import WORKER_LOCAL_ERROR, WORKER_LOST_MEMBERSHIP, WORKER_REFUSED
 from ftrain.processes import Child, Exit
 
-# A client of JAX's coordination service ends its process with this line (jaxlib 0.10.2, 0.12.0.1).
+# With this line a client of JAX's coordination service begins to end its process, and then writes
+# its stack, which takes up to half a second (jaxlib 0.10.2, 0.12.0.1).
 CLIENT_GAVE_UP = "JAX distributed service detected fatal errors"
 WHY_GAVE_UP = {  # by the status at the line's end
     "DEADLINE_EXCEEDED": "its heartbeats were not answered in time",
@@ -69,7 +70,7 @@ class Slot:
             return self.local_error["error"]
         if self.refused is not None:
             return self.refused["message"]
-        if self.gave_up and ended.signal == "SIGABRT":
+        if self.gave_up:
             return f"losing the coordinator ({self.gave_up})"
         if ended.signal is not None:
             return ended.signal

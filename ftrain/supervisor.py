@@ -259,6 +259,8 @@ class Supervisor:
     def _on_stderr(self, slot: Slot, line: str) -> None:
         self._logs.worker(slot.worker, line)
         slot.hear(line)
+        if slot.gave_up and slot.child is not None:
+            slot.child.kill()  # it is ending, and the others wait for it
 
     def _on_record(self, slot: Slot, line: str) -> None:
         record = json.loads(line)
@@ -387,8 +389,8 @@ class Supervisor:
                 seconds = now - slot.started_at
                 if seconds > rules.start_timeout_s:
                     self._end_hung(Hang(slot.worker, "start", seconds), "start_timeout_s")
-        if any(s.going and now < s.died_at + DEATH_TOLD_S for s in self._slots):
-            return
+        if any((s.child and s.gave_up) or self._just_died(s, now) for s in self._slots):
+            return  # the others may wait for that one
         readings = {
             s.worker: s.reading() for s in self._slots if s.child and s.going and not s.hung
         }
@@ -405,6 +407,10 @@ class Supervisor:
         if hang is not None:
             self._hang_ended_at = now
             self._end_hung(hang, "hang_timeout_s")
+
+    @staticmethod
+    def _just_died(slot: Slot, now: float) -> bool:
+        return slot.going and now < slot.died_at + DEATH_TOLD_S
 
     def _broken_pairs(self) -> set[tuple[int, int]]:
         """Pairs of workers that cannot reach one another; the coordinator is -1."""
