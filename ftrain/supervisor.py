@@ -266,6 +266,8 @@ class Supervisor:
     def _on_stderr(self, slot: Slot, line: str) -> None:
         self._logs.worker(slot.worker, line)
         slot.hear(line)
+        if slot.gave_up and slot.child is not None:
+            slot.child.kill()  # it is ending, and the others wait for it
 
     def _on_record(self, slot: Slot, line: str) -> None:
         record = json.loads(line)
