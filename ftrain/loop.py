@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ftrain.digests import Digests
     from ftrain.evaluation import Evaluation
     from ftrain.step import StepPrograms
+    from ftrain.target import Target
     from ftrain.trainer import Trainer
 
 DIGEST_BYTES = 32
@@ -73,6 +74,7 @@ class StepLoop:
 
     trainer: Trainer
     config: Config
+    target: Target
     members: Members
     spec: StateSpec
     programs: StepPrograms
@@ -132,7 +134,7 @@ class StepLoop:
         self._after_last_commit(view)
         if self._evaluation_due():
             return self._evaluate_part()
-        if self.progress.stopping or self.state.step >= self.config.steps:
+        if self.progress.stopping or self._target_reached():
             return self._finish(view)
         if len(view.workers) < self.config.cluster.min_workers:
             return self._pause()
@@ -278,11 +280,12 @@ class StepLoop:
         self.beat.phase("data")
         shards = shards_of(self.plane.rank, len(view.workers), self.config.batch_shards)
         batches = self.reader.shards(self.state.cursor, shards)
+        self._compile_shorter(batches)
         self.beat.phase("gradient")
         sums = self._sums(batches)
         self.beat.phase("update")
         new_state, metrics, stop, found = self.programs.update(
-            self.state, sums, self.config.batch_size
+            self.state, sums, self.target.batch(self.state.cursor)
         )
         # The request to stop travelled in the sums: all stop at one step.
         progress = self.progress._replace(stopping="stop" if stop else "", skipped=0)
@@ -339,7 +342,17 @@ class StepLoop:
             },
         )
 
-    def _sums(self, batches: list[tuple[int, Batch]]) -> Buffers:
+    def _target_reached(self) -> bool:
+        return self.target.reached(self.state.step, self.state.cursor)
+
+    def _compile_shorter(self, batches: list[tuple[int, Batch | None]]) -> None:
+        """The program of the run's last, shorter shard: by the one that has it, once it is due."""
+        for _, batch in batches:
+            if batch is not None and self.programs.lacks(batch):
+                self.beat.phase("compile")
+                self.programs.compile_for(batch, self.compile)
+
+    def _sums(self, batches: list[tuple[int, Batch | None]]) -> Buffers:
         """What the shards of all members add up to, in the order that the config asks for."""
         stop = self.stop_requested()
         if self.config.reduction == "fast":
@@ -354,7 +367,7 @@ class StepLoop:
         if self.evaluation is None or self.progress.stopping:
             return False
         step, every = self.state.step, self.config.eval.every_steps
-        due = step >= self.config.steps or (every and step % every == 0)
+        due = self._target_reached() or (every and step % every == 0)
         return bool(due) and self.progress.evaluated < step
 
     def _evaluate_part(self) -> Outcome:

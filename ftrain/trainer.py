@@ -21,7 +21,9 @@ class Trainer:
     """Subclass it, and `ftrain run` trains it on workers that may die.
 
     Attributes:
-      config: the resolved config, read-only; there before `__init__` runs.
+      config: the resolved config, read-only; there before `__init__` runs. With `epochs: N` its
+        `steps` is None until `dataset()` has been opened, and from `init_params` and `optimizer()`
+        on the number of steps that N epochs are.
       tx: what `optimizer()` returned; it is called once a process.
     """
 
