@@ -266,8 +266,7 @@ class StepLoop:
         batches = self.reader.shards(self.state.cursor, shards)
         self.beat.phase("gradient")
         buffers = self.programs.gradients(self.state, batches, stop=self.stop_requested())
-        self.beat.phase("reduce")
-        sums = self.plane.sum(buffers)
+        sums = self.plane.sum(buffers, ready=lambda: self.beat.phase("reduce"))
         self.beat.phase("update")
         new_state, metrics, stop = self.programs.update(self.state, sums, self.config.batch_size)
         every = self.config.digest_every_steps

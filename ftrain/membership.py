@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -73,6 +74,7 @@ class Members:
         self._client = self._newest = None
         self._incarnation: int | None = None
         self._cutter: communicators.Cutter | None = None
+        self._settling = False  # the others may be waiting for this worker in the view's settle
         self._gloo_group = ""  # where gloo's members of the view publish their addresses
         self._uses: collections.Counter[View] = collections.Counter()
         self._names: list[str] = []  # whose keys are still in the store, oldest first
@@ -142,6 +144,8 @@ class Members:
             self._report("attempt_failed", reason=str(error))
             self.cancel()
             self._reregister()
+            if self._settling:
+                threading.Thread(target=self._fail_settle, args=(self.name,), daemon=True).start()
         except BaseException as second:  # noqa: BLE001  as above: nothing may reach the barrier
             self._local_error(second)
 
@@ -186,6 +190,7 @@ class Members:
           AttemptFailedError: not all came in time.
         """
         self._leave_view()
+        self._settling = False
         self._uses[view] += 1
         self._names.append(f"{view.name}.{self._uses[view]}")
         with _calls_that_fail("settle"):
@@ -198,10 +203,28 @@ class Members:
             )
             self._store.key_value_set(self._key(f"holds/{self.me}"), json.dumps(mine))
             self._clean(view, keep=2)
-            self._client.wait_at_barrier(
-                f"ftrain/settle/{self.name}", SETTLE_TIMEOUT_S * 1000, view.workers
-            )
-            return self._read_ids(self._key("holds"))
+            self._settling = True
+            self._meet(view.workers)
+            holds = self._read_ids(self._key("holds"))
+            self._settling = False
+            return holds
+
+    def _meet(self, workers: list[int]) -> None:
+        self._client.wait_at_barrier(
+            f"ftrain/settle/{self.name}", SETTLE_TIMEOUT_S * 1000, workers
+        )
+
+    def _fail_settle(self, name: str) -> None:
+        """Fails the settle of that name for the others, who would wait in it until its deadline.
+
+        By a call with other participants, one of whom never comes; repeated for a while, both as in
+        the coordinator's `_release`.
+        """
+        nobody = 2 * self._runtime.workers + 1
+        for pause_s in (0.0, 0.02, 0.05, 0.1, 0.2, 0.5):
+            time.sleep(pause_s)
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self._client.wait_at_barrier(f"ftrain/settle/{name}", 2000, [self.me, nobody])
 
     @property
     def name(self) -> str:

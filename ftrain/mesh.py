@@ -76,10 +76,15 @@ class DataPlane:
         flat = np.asarray(summed[table]).reshape(-1)[: len(self.workers) * size]
         return [r.tobytes() for r in flat.astype(np.uint8).reshape(-1, size)]
 
-    def sum(self, buffers: Buffers) -> Buffers:
+    def sum(self, buffers: Buffers, ready: Callable[[], None] = lambda: None) -> Buffers:
         """The sum of every member's `buffers`; same shapes and dtypes, on this worker's device.
 
         A collective: every member calls it with buffers of the same shapes. Waits for the result.
+
+        Args:
+          buffers: this worker's.
+          ready: called once they are computed. From there on it is the others who are waited for;
+            before it a hang is this worker's own.
 
         Raises:
           AttemptFailedError: the collective failed or was cancelled; by whom is not known.
@@ -96,9 +101,7 @@ class DataPlane:
                 for b in shards
             ]
             program = self._program(joined)
-            run = self._run if self._connected or self._failed is None else self._connect
-            summed = run(program, joined)
-            self._connected = True
+            summed = self._execute(program, joined, ready)
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             # gloo surfaces as ValueError from a jitted call, as JaxRuntimeError when a group cannot
             # be formed (jax 0.10.2 to 0.12.0.1). Running out of memory is this worker's own error.
@@ -106,6 +109,24 @@ class DataPlane:
                 raise
             raise AttemptFailedError(f"sum over workers {self.workers}: {error}") from error
         return [jax.device_put(s.addressable_shards[0].data, self._home) for s in summed]
+
+    def _execute(
+        self,
+        program: jax.stages.Compiled,
+        joined: list[jax.Array],
+        ready: Callable[[], None],
+    ) -> list[jax.Array]:
+        if self._home.platform == "gpu":
+            summed = program(joined)  # queued behind the gradients, so that no gap is between them
+            jax.block_until_ready(joined)
+            ready()
+            return jax.block_until_ready(summed)
+        jax.block_until_ready(joined)
+        ready()
+        run = self._run if self._connected or self._failed is None else self._connect
+        summed = run(program, joined)
+        self._connected = True
+        return summed
 
     @staticmethod
     def _run(program: jax.stages.Compiled, joined: list[jax.Array]) -> list[jax.Array]:

@@ -57,6 +57,10 @@ def sync_state(
     own = None if arrays is None else digest(spec, mine.step, mine.cursor, arrays)
     header = b"" if own is None else HEADER.pack(mine.step, mine.cursor, own)
     headers = [HEADER.unpack(row) for row in plane.gather(header, HEADER.size)]
+    if header and headers[plane.rank] != HEADER.unpack(header):
+        # A cancelled NCCL collective ends without an error, with garbage (jax 0.11.2): zeros in
+        # place of every digest would agree with one another.
+        raise AttemptFailedError(f"worker {me}'s own row did not come back from the collective")
     step, cursor, wanted = headers[workers.index(donor)]
     for holder in holders:
         if headers[workers.index(holder)][2] != wanted:
