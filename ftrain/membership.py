@@ -210,9 +210,7 @@ class Members:
             return holds
 
     def _meet(self, workers: list[int]) -> None:
-        self._client.wait_at_barrier(
-            f"ftrain/settle/{self.name}", SETTLE_TIMEOUT_S * 1000, workers
-        )
+        self._client.wait_at_barrier(f"ftrain/settle/{self.name}", SETTLE_TIMEOUT_S * 1000, workers)
 
     def _fail_settle(self, name: str) -> None:
         """Fails the settle of that name for the others, who would wait in it until its deadline.

@@ -54,7 +54,9 @@ class Logs:
         if times == 1:
             self._files[name].write(line + "\n")
         elif str(times).strip("0") == "1":
-            self._files[name].write(f"{line} [{times} times by now; the next is told at ten-fold]\n")
+            self._files[name].write(
+                f"{line} [{times} times by now; the next is told at ten-fold]\n"
+            )
 
     def _times(self, name: str, line: str) -> int:
         """How often a C++ library has said this, this time included; 1 for all other lines."""
