@@ -78,7 +78,12 @@ def own_environment(
     """What differs from `worker_environment` in the environment of one worker process."""
     own = {"FTRAIN_WORKER_ID": str(worker), "FTRAIN_INCARNATION": str(incarnation)}
     if platform == "gpu":
-        own["CUDA_VISIBLE_DEVICES"] = visible_gpus(env)[worker]
+        gpus = visible_gpus(env)
+        own["CUDA_VISIBLE_DEVICES"] = gpus[worker]
+        if gpus.count(gpus[worker]) > 1:
+            # Workers may share a GPU (CUDA_VISIBLE_DEVICES=0,0), to try things out. NCCL refuses
+            # two ranks on one GPU of one host (2.28): as if on other hosts they go by the network.
+            own["NCCL_HOSTID"] = f"ftrain-{worker}"
     return own
 
 

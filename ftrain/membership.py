@@ -16,6 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any, NoReturn
 
 import jax
@@ -74,6 +75,8 @@ class Members:
         self._client = self._newest = None
         self._incarnation: int | None = None
         self._cutter: communicators.Cutter | None = None
+        self._unmet: list[int] = []  # whose stores are yet to be met in this view (GPU)
+        self._stores: dict[int, int] = {}  # worker -> incarnation of its store, as it says (GPU)
         self._settling = False  # the others may be waiting for this worker in the view's settle
         self._gloo_group = ""  # where gloo's members of the view publish their addresses
         self._uses: collections.Counter[View] = collections.Counter()
@@ -144,6 +147,10 @@ class Members:
             self._report("attempt_failed", reason=str(error))
             self.cancel()
             self._reregister()
+            if self._runtime.cancels_by_incarnation:
+                self._runtime.renew_store()
+            if self._unmet:
+                self._run_aside(self._runtime.meet_stores, self._unmet, for_backend=False)
             if self._settling:
                 threading.Thread(target=self._fail_settle, args=(self.name,), daemon=True).start()
         except BaseException as second:  # noqa: BLE001  as above: nothing may reach the barrier
@@ -190,7 +197,7 @@ class Members:
           AttemptFailedError: not all came in time.
         """
         self._leave_view()
-        self._settling = False
+        self._settling, self._unmet = False, []
         self._uses[view] += 1
         self._names.append(f"{view.name}.{self._uses[view]}")
         with _calls_that_fail("settle"):
@@ -201,12 +208,16 @@ class Members:
                 json.dumps({"name": self.name, "incarnations": dict(view.incarnations)}),
                 allow_overwrite=True,
             )
+            if self._runtime.cancels_by_incarnation and len(view.workers) > 1:
+                self._unmet = view.workers
+                mine = {**mine, "store": self._runtime.store_incarnation()}
             self._store.key_value_set(self._key(f"holds/{self.me}"), json.dumps(mine))
             self._clean(view, keep=2)
             self._settling = True
             self._meet(view.workers)
             holds = self._read_ids(self._key("holds"))
             self._settling = False
+            self._stores = {w: held.get("store") for w, held in holds.items()}
             return holds
 
     def _meet(self, workers: list[int]) -> None:
@@ -218,7 +229,7 @@ class Members:
         By a call with other participants, one of whom never comes; repeated for a while, both as in
         the coordinator's `_release`.
         """
-        nobody = 2 * self._runtime.workers + 1
+        nobody = self._runtime.workers + 1  # of the coordinator's tasks, the one never there
         for pause_s in (0.0, 0.02, 0.05, 0.1, 0.2, 0.5):
             time.sleep(pause_s)
             with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -231,6 +242,8 @@ class Members:
 
     def open_devices(self, view: View) -> list[jax.Device]:
         """Fresh devices for the collectives of a settled view, in the order of `view.workers`."""
+        if self._runtime.cancels_by_incarnation:
+            self._meet_stores()
         if self._runtime.platform != "cpu" or len(view.workers) == 1:
             return [d for d in jax.devices() if d.process_index in view.workers]
         before = communicators.listening_ports()
@@ -246,6 +259,37 @@ class Members:
         members = [d for d in devices if d.process_index in view.workers]
         self._gloo_group = GLOO_PREFIX + ",".join(str(d.id) for d in members) + "/"
         return members
+
+    def _meet_stores(self) -> None:
+        """Tells this worker's backend which incarnations its collectives are with (GPU).
+
+        Raises:
+          AttemptFailedError: one of them is not as it said when it settled: its own attempt has
+            failed since, or it died, and it would be missed in the first collective.
+        """
+        if not self._unmet:
+            return
+        with _calls_that_fail("meeting the view's stores"):
+            found = self._run_aside(
+                self._runtime.meet_stores, self._unmet, for_backend=True
+            ).result(timeout=SETTLE_TIMEOUT_S)
+        if found != self._stores:
+            raise AttemptFailedError(f"stores {self._stores} are {found} by now")
+        self._unmet = []
+
+    @staticmethod
+    def _run_aside(call: Callable[..., Any], *args: Any, **options: Any) -> Future[Any]:
+        """Runs a call of the service that has no deadline in a thread that can be left behind."""
+        result: Future[Any] = Future()
+
+        def work() -> None:
+            try:
+                result.set_result(call(*args, **options))
+            except jax.errors.JaxRuntimeError as error:
+                result.set_exception(error)
+
+        threading.Thread(target=work, name="ftrain-aside", daemon=True).start()
+        return result
 
     @property
     def view_failed(self) -> threading.Event | None:
@@ -348,5 +392,5 @@ def _calls_that_fail(what: str) -> Iterator[None]:
     """Calls whose failure may be another's doing: the attempt fails, and all try again."""
     try:
         yield
-    except (jax.errors.JaxRuntimeError, ValueError) as error:
+    except (jax.errors.JaxRuntimeError, ValueError, TimeoutError) as error:
         raise AttemptFailedError(f"{what}: {error}") from error

@@ -125,11 +125,11 @@ def digits_preallocated() -> dict:
         return {**started(run), "memory_mib": used, **row, "exit": stop(run)}
 
 
-@part(180)
+@part(90)
 def kills() -> dict:
     """Worker 1 and worker 0 in turn."""
     rows = []
-    with run_of("kills", "tests/paced.yaml", "steps=1000000") as run:
+    with run_of("kills", "tests/paced.yaml", "steps=1000000", "cluster.hang_timeout_s=15") as run:
         run.wait_for_step(40)
         for worker in (1, 0, 1, 0, 1, 0):
             rows.append(measure(run, worker))
@@ -181,7 +181,7 @@ def kill_coordinator() -> dict:
 
 def attempts(where: str, worker: int) -> dict:
     name = f"attempts-{where}-{worker}"
-    sets = ["steps=100000", *failing(PLACES[where], worker)]
+    sets = ["steps=100000", "cluster.hang_timeout_s=15", *failing(PLACES[where], worker)]
     with run_of(name, "tests/paced.yaml", *sets) as run:
         # The last failures may fall together with others' aborts: fewer aborts than failures.
         pids = [run.wait_for_event("worker_started", worker=w)["pid"] for w in (0, 1)]
@@ -204,17 +204,17 @@ def spread_of(rows: list[dict]) -> dict:
     return {name: spread(rows, name) for name in rows[0]}
 
 
-@part(90)
+@part(70)
 def attempts_in_a_step() -> dict:
     return {str(w): attempts("in_a_step", w) for w in (0, 1)}
 
 
-@part(90)
+@part(70)
 def attempts_in_the_sync() -> dict:
     return {"0": attempts("in_the_sync", 0), "1": attempts("at_its_check", 1)}
 
 
-@part(90)
+@part(70)
 def attempts_in_the_settle() -> dict:
     return {str(w): attempts("in_the_settle", w) for w in (0, 1)}
 
