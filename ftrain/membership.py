@@ -76,7 +76,6 @@ class Members:
         self._incarnation: int | None = None
         self._cutter: communicators.Cutter | None = None
         self._unmet: list[int] = []  # whose stores are yet to be met in this view (GPU)
-        self._stores: dict[int, int] = {}  # worker -> incarnation of its store, as it says (GPU)
         self._settling = False  # the others may be waiting for this worker in the view's settle
         self._gloo_group = ""  # where gloo's members of the view publish their addresses
         self._uses: collections.Counter[View] = collections.Counter()
@@ -171,8 +170,8 @@ class Members:
         self._learn_incarnation()
 
     def cancel(self) -> None:
-        """Ends every member's collective of this view (CPU; on GPU the new incarnation does)."""
-        if self._cutter is not None:
+        """Ends every member's collective of this view; on GPU its first, the others end by R3."""
+        if self._names:
             self._store.key_value_set(self._key("failed"), "1", allow_overwrite=True)
 
     def settle(self, view: View, mine: dict[str, Any]) -> dict[int, dict[str, Any]]:
@@ -197,9 +196,9 @@ class Members:
           AttemptFailedError: not all came in time.
         """
         self._leave_view()
-        self._settling, self._unmet = False, []
         self._uses[view] += 1
         self._names.append(f"{view.name}.{self._uses[view]}")
+        self._settling, self._unmet = True, []
         with _calls_that_fail("settle"):
             # For the coordinator: should one of these die before all have met and connected, nobody
             # but the coordinator can tell the others, who wait for it (see its `_release`).
@@ -213,11 +212,10 @@ class Members:
                 mine = {**mine, "store": self._runtime.store_incarnation()}
             self._store.key_value_set(self._key(f"holds/{self.me}"), json.dumps(mine))
             self._clean(view, keep=2)
-            self._settling = True
             self._meet(view.workers)
             holds = self._read_ids(self._key("holds"))
             self._settling = False
-            self._stores = {w: held.get("store") for w, held in holds.items()}
+            self._meet_stores({w: held.get("store") for w, held in holds.items()})
             return holds
 
     def _meet(self, workers: list[int]) -> None:
@@ -242,9 +240,12 @@ class Members:
 
     def open_devices(self, view: View) -> list[jax.Device]:
         """Fresh devices for the collectives of a settled view, in the order of `view.workers`."""
+        if len(view.workers) == 1:
+            return jax.local_devices()
         if self._runtime.cancels_by_incarnation:
-            self._meet_stores()
-        if self._runtime.platform != "cpu" or len(view.workers) == 1:
+            # JAX cancels a sum by itself, but not while NCCL connects (jax 0.11.2): there the key
+            # is listened to, as on CPU.
+            self._cutter = self._listen_for_failure(set, set())
             return [d for d in jax.devices() if d.process_index in view.workers]
         before = communicators.listening_ports()
         with _calls_that_fail("a new CPU client"):
@@ -252,20 +253,27 @@ class Members:
         own = communicators.listening_ports() - before
         with _calls_that_fail("publishing the view's ports"):
             self._store.key_value_set(self._key(f"ports/{self.me}"), json.dumps(sorted(own)))
-        failed, ports = self._key("failed"), self._key("ports")
-        self._cutter = communicators.Cutter(
-            lambda: self._wait_for_failure(failed), lambda: self._peer_ports(ports), own
-        )
+        ports = self._key("ports")
+        self._cutter = self._listen_for_failure(lambda: self._peer_ports(ports), own)
         members = [d for d in devices if d.process_index in view.workers]
         self._gloo_group = GLOO_PREFIX + ",".join(str(d.id) for d in members) + "/"
         return members
 
-    def _meet_stores(self) -> None:
+    def _listen_for_failure(
+        self, peer_ports: Callable[[], set[int]], own_ports: set[int]
+    ) -> communicators.Cutter:
+        failed = self._key("failed")
+        return communicators.Cutter(lambda: self._wait_for_failure(failed), peer_ports, own_ports)
+
+    def _meet_stores(self, expected: dict[int, int | None]) -> None:
         """Tells this worker's backend which incarnations its collectives are with (GPU).
 
+        Args:
+          expected: the incarnations of the view's stores, as each has said.
+
         Raises:
-          AttemptFailedError: one of them is not as it said when it settled: its own attempt has
-            failed since, or it died, and it would be missed in the first collective.
+          AttemptFailedError: one of them is another by now: its own attempt has failed since, or it
+            died, and it would be missed in the first collective.
         """
         if not self._unmet:
             return
@@ -273,8 +281,8 @@ class Members:
             found = self._run_aside(
                 self._runtime.meet_stores, self._unmet, for_backend=True
             ).result(timeout=SETTLE_TIMEOUT_S)
-        if found != self._stores:
-            raise AttemptFailedError(f"stores {self._stores} are {found} by now")
+        if found != expected:
+            raise AttemptFailedError(f"the stores {expected} are {found} by now")
         self._unmet = []
 
     @staticmethod
@@ -293,7 +301,7 @@ class Members:
 
     @property
     def view_failed(self) -> threading.Event | None:
-        """Set when an attempt in this view has failed; None where JAX cancels by itself."""
+        """Set when an attempt in this view has failed; None for a view of one."""
         return None if self._cutter is None else self._cutter.failed
 
     def end_connecting(self) -> None:
@@ -303,6 +311,8 @@ class Members:
         whose members may be the same. So the missing addresses are set, to a port where nobody
         listens.
         """
+        if self._runtime.cancels_by_incarnation:
+            return  # NCCL's is keyed by incarnations, which will be others
         group = dict(self._store.key_value_dir_get_bytes(self._gloo_group))
         mine = next(iter(group.values()), None)
         where = -1 if mine is None else mine.find(LOOPBACK)

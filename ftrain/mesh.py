@@ -38,7 +38,7 @@ class DataPlane:
       me: this worker's.
       shapes: of the buffers that a step sums; one of them is float32.
       compile: compiles a lowered program.
-      failed: set when an attempt in this view has failed; None where collectives are cancelled.
+      failed: set when an attempt in this view has failed; None for a view of one.
       end_connecting: called when connecting was given up while another thread is still at it.
     """
 
@@ -116,7 +116,7 @@ class DataPlane:
         joined: list[jax.Array],
         ready: Callable[[], None],
     ) -> list[jax.Array]:
-        if self._home.platform == "gpu":
+        if self._connected and self._home.platform == "gpu":
             summed = program(joined)  # queued behind the gradients, so that no gap is between them
             jax.block_until_ready(joined)
             ready()
@@ -133,10 +133,11 @@ class DataPlane:
         return jax.block_until_ready(program(joined))
 
     def _connect(self, program: jax.stages.Compiled, joined: list[jax.Array]) -> list[jax.Array]:
-        """The first sum of a view, in which gloo connects the members to one another.
+        """The first sum of a view, in which gloo or NCCL connects the members.
 
         gloo waits 30 s for a member that dies meanwhile, whatever timeout it is told, and there is
-        no connection yet to cut. So it runs in a thread, which is left behind when the view fails.
+        no connection yet to cut; NCCL waits for ever, and is cancelled only once it is connected
+        (jax 0.11.2). So it runs in a thread, which is left behind when the view fails.
         """
         result: concurrent.futures.Future[list[jax.Array]] = concurrent.futures.Future()
 

@@ -2,8 +2,9 @@
 
     python scripts/bench/gpu.py --out runs/gpu [PART ...]
 
-Two workers, a GPU each. Each part is a process of its own with a time limit, and fails alone. Writes
-results.json, table.txt and the parts' records and logs to the folder.
+Two workers, a GPU each; with CUDA_VISIBLE_DEVICES=0,0 they share one. Each part is a process of its own with a
+time limit, and fails alone. Writes results.json, table.txt and the parts' records and logs to the
+folder.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ WORK = Path(os.environ.get("FTRAIN_BENCH_DIR", "/tmp/ftrain-gpu"))
 ON_TWO = ["cluster.workers=2", f"cluster.platform={os.environ.get('FTRAIN_BENCH_ON', 'gpu')}"]
 LOG_BYTES = 300_000  # of each log that is kept
 LARGE = "configs/chars-100m.yaml"
+GPUS = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+SHARED = len(GPUS) != len(set(GPUS))  # two workers on one GPU: slow sums, no timing of steps
 
 PARTS: dict[str, tuple[float, Callable[[], dict]]] = {}
 
@@ -50,10 +53,10 @@ def part(limit_s: float):
 
 
 @contextlib.contextmanager
-def run_of(name: str, config: str, *sets: str) -> Iterator[Run]:
+def run_of(name: str, config: str, *sets: str, on: list[str] = ON_TWO) -> Iterator[Run]:
     folder = WORK / name
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with running(config, folder, *ON_TWO, f"compile_cache={WORK}/cache", *sets) as run:
+    with running(config, folder, *on, f"compile_cache={WORK}/cache", *sets) as run:
         yield run
 
 
@@ -143,9 +146,7 @@ def kills() -> dict:
             "digests_agreed": len(run.events("digest_agreed")),
             "aborted": len(run.events("step_aborted")),
             "screen_lines": len(run.output.splitlines()),
-            "log_bytes": [
-                (run.run_dir / "logs" / f"worker-{w}.log").stat().st_size for w in (0, 1)
-            ],
+            "log_bytes": {p.name: p.stat().st_size for p in run.run_dir.glob("logs/worker-*.log")},
             "rows": rows,
         }
 
@@ -269,13 +270,13 @@ def device_hang() -> dict:
 @part(330)
 def large() -> dict:
     with run_of("large", LARGE, "steps=1000000", "checkpoint.every_steps=0") as run:
-        run.wait_for_step(150)
+        run.wait_for_step(25 if SHARED else 150)
         first = started(run)
         used = memory_mib()
         rows = []
         for worker in (1, 0, 1):
             rows.append(measure(run, worker))
-            run.wait_for_step(run.metrics()[-1]["step"] + 40)
+            run.wait_for_step(run.metrics()[-1]["step"] + (5 if SHARED else 40))
         code = stop(run)
         check_each_step_once(run, run.metrics()[-1]["step"])
         check_nothing_left(run)
@@ -291,10 +292,32 @@ def large() -> dict:
         }
 
 
+@part(100)
+def large_alone() -> dict:
+    """One worker: what ftrain itself costs a step."""
+    sets = ["steps=100000", "checkpoint.every_steps=0"]
+    with run_of("large-alone", LARGE, *sets, on=["cluster.workers=1", ON_TWO[1]]) as run:
+        run.wait_for_step(180)
+        used = memory_mib()
+        code = stop(run)
+        times = [m["step_time_s"] for m in run.metrics()[20:]]
+        long = sorted(times)[-4:]
+        return {**started(run), "exit": code, "memory_mib": used, "longest_steps_s": long}
+
+
+@part(100)
+def large_alone_plain() -> dict:
+    return plain("--set", "cluster.workers=1")
+
+
 @part(200)
 def large_plain() -> dict:
+    return plain()
+
+
+def plain(*more: str) -> dict:
     script = str(REPOSITORY / "scripts" / "bench" / "plain_loop.py")
-    argv = [sys.executable, script, LARGE, "--platform", ON_TWO[1].split("=")[1]]
+    argv = [sys.executable, script, LARGE, "--platform", ON_TWO[1].split("=")[1], *more]
     done = subprocess.run(argv, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.strip().splitlines()[-1])
 
