@@ -177,6 +177,7 @@ class StepLoop:
                 "spec": self.spec.fingerprint(),
             },
         )
+        self._open_plane(view)
         # R5: blank ranks below every step, and of those furthest ahead the lowest gives.
         ahead = {w: -1 if holds[w]["step"] is None else holds[w]["step"] for w in view.workers}
         donor = min(view.workers, key=lambda w: (-ahead[w], w))
@@ -188,7 +189,6 @@ class StepLoop:
                 self._begin()
         if donor == self.members.me:
             self.members.publish("progress", self.progress)
-        self._open_plane(view)
         self._sync(view, donor, [w for w in view.workers if 0 <= ahead[w] == ahead[donor]])
         progress = Progress(*self.members.read("progress"))
         # A stop that one has committed is everybody's, kept whatever becomes of this block: none
@@ -228,6 +228,7 @@ class StepLoop:
             failed=self.members.view_failed,
             end_connecting=self.members.end_connecting,
         )
+        self.plane.connect()
 
     def _sync(self, view: View, donor: int, holders: list[int]) -> None:
         self.beat.phase("sync")
