@@ -191,6 +191,7 @@ class StepLoop:
                 "spec": self.spec.fingerprint(),
             },
         )
+        self._open_plane(view)
         # R5: blank ranks below every step, and of those furthest ahead the lowest gives.
         ahead = {w: -1 if holds[w]["step"] is None else holds[w]["step"] for w in view.workers}
         donor = min(view.workers, key=lambda w: (-ahead[w], w))
@@ -202,7 +203,6 @@ class StepLoop:
                 self._begin()
         if donor == self.members.me:
             self.members.publish("progress", self.progress)
-        self._open_plane(view)
         self._sync(view, donor, [w for w in view.workers if 0 <= ahead[w] == ahead[donor]])
         progress = Progress(*self.members.read("progress"))
         # A stop that one has committed is everybody's, kept whatever becomes of this block: none
@@ -242,6 +242,7 @@ class StepLoop:
             failed=self.members.view_failed,
             end_connecting=self.members.end_connecting,
         )
+        self.plane.connect()
 
     def _sync(self, view: View, donor: int, holders: list[int]) -> None:
         self.beat.phase("sync")
@@ -355,13 +356,15 @@ class StepLoop:
     def _sums(self, batches: list[tuple[int, Batch | None]]) -> Buffers:
         """What the shards of all members add up to, in the order that the config asks for."""
         stop = self.stop_requested()
+
+        def ready() -> None:
+            self.beat.phase("reduce")
+
         if self.config.reduction == "fast":
             buffers = self.programs.gradients(self.state, batches, stop=stop)
-            self.beat.phase("reduce")
-            return self.plane.sum(buffers)
+            return self.plane.sum(buffers, ready)
         nodes = self.programs.nodes(self.state, batches, stop=stop)
-        self.beat.phase("reduce")
-        return tree_sum(self.plane, nodes, self.config.batch_shards)
+        return tree_sum(self.plane, nodes, self.config.batch_shards, ready)
 
     def _evaluation_due(self) -> bool:
         if self.evaluation is None or self.progress.stopping:

@@ -53,11 +53,13 @@ class CharsTrainer(ftrain.Trainer):
         length: int = 64,
         dropout: float = 0.1,
         learning_rate: float = 3e-3,
+        dtype: str = "float32",
     ):
         if width % heads:
             raise ValueError(f"width={width} is not divisible by heads={heads}")
         self.width, self.layers, self.heads = width, layers, heads
         self.length, self.dropout = length, dropout
+        self.dtype = jnp.dtype(dtype)  # of the computation; parameters and their sums are float32
         self.training_text, self.held_out_text = load_text()
         self.learning_rate = learning_rate
 
@@ -117,8 +119,9 @@ class CharsTrainer(ftrain.Trainer):
     def mean_loss(self, params: dict, batch: dict, key: jax.Array | None) -> tuple[jax.Array, int]:
         """The mean loss over the tokens of a batch, in nats, and their number."""
         inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+        params = jax.tree.map(lambda p: p.astype(self.dtype), params)
         losses = optax.softmax_cross_entropy_with_integer_labels(
-            self.logits(params, inputs, key), targets
+            self.logits(params, inputs, key).astype(jnp.float32), targets
         )
         return losses.mean(), losses.size
 
