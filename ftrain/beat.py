@@ -25,6 +25,7 @@ PHASES = (
     "settle",  # meeting the members of a new view
     "restore",  # reading a checkpoint or computing the first state, for all
     "sync",  # state on its way between workers
+    "compare",  # every worker's digest of the committed state with every other's
     "hook",  # the user's after_commit
     "data",  # waiting for its samples
     "gradient",  # its own shards
@@ -34,7 +35,7 @@ PHASES = (
     "save",  # at the end: the last checkpoint is being written
     "pause",  # too few workers
 )
-WAITING = frozenset({"barrier", "settle", "sync", "reduce"})  # a culprit is elsewhere
+WAITING = frozenset({"barrier", "settle", "sync", "compare", "reduce"})  # a culprit is elsewhere
 UNTIMED = frozenset(
     {"start", "connect", "compile", "ready", "restore", "save", "pause"}
 )  # long without being stuck

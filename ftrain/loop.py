@@ -26,7 +26,8 @@ from ftrain.membership import Members, ProcessFailureError, View, live_devices
 from ftrain.mesh import Buffers, DataPlane
 from ftrain.nonfinite import SKIPS_IN_A_ROW, Nonfinite, one_line, why_stopped
 from ftrain.reduction import tree_sum
-from ftrain.state import Committed, StateSpec, digest, to_host
+from ftrain.replicas import check_replicas
+from ftrain.state import Committed, StateSpec
 from ftrain.sync import sync_state
 
 if TYPE_CHECKING:
@@ -34,11 +35,13 @@ if TYPE_CHECKING:
     from ftrain.checkpoint import Saver
     from ftrain.config import Config
     from ftrain.data import Batch, ShardReader
+    from ftrain.digests import Digests
     from ftrain.evaluation import Evaluation
     from ftrain.step import StepPrograms
     from ftrain.target import Target
     from ftrain.trainer import Trainer
 
+DIGEST_BYTES = 32
 POLL_S = 0.02  # between blocks in which there is nothing to do
 
 
@@ -75,6 +78,7 @@ class StepLoop:
     members: Members
     spec: StateSpec
     programs: StepPrograms
+    digests: Digests
     reader: ShardReader
     evaluation: Evaluation | None
     saver: Saver
@@ -90,6 +94,7 @@ class StepLoop:
     agreed: View | None = None  # the view whose members are known to hold equal state
     plane: DataPlane | None = None
     hook: dict[str, Any] | None = None  # the metrics of a commit that after_commit has not seen
+    compared_step: int = -1  # the last whose replicas are known to be equal
     below_min_since: float | None = None
     evaluating_since: float | None = None
 
@@ -124,6 +129,8 @@ class StepLoop:
         """What this block does, on uncommitted copies; the barrier decides whether it is so."""
         if view != self.agreed and not self._enter(view):
             return Outcome(self.state, self.progress, leave=True)
+        if self._digest_due(self.state.step) and self.compared_step < self.state.step:
+            self._compare_replicas()
         self._after_last_commit(view)
         if self._evaluation_due():
             return self._evaluate_part()
@@ -239,9 +246,11 @@ class StepLoop:
     def _sync(self, view: View, donor: int, holders: list[int]) -> None:
         self.beat.phase("sync")
         started = time.perf_counter()
-        synced = sync_state(self.plane, self.spec, self.state, donor=donor, holders=holders)
+        synced = sync_state(
+            self.plane, self.spec, self.digests, self.state, donor=donor, holders=holders
+        )
         # R6: verified, so committed at once: the donor may die in this very step.
-        self.state = synced.state
+        self.state, self.compared_step = synced.state, synced.state.step
         if self.members.me != donor and self.members.me not in holders:
             self.report(
                 "state_synced",
@@ -283,11 +292,25 @@ class StepLoop:
         new = Outcome(new_state, progress, metrics)
         if found is not None:
             new = self._not_finite(view, new, found)
-        every, step = self.config.digest_every_steps, new.state.step
-        if new.metrics is not None and every and step % every == 0:
-            host = to_host(new.state.leaves)
-            metrics["digest"] = digest(self.spec, step, new.state.cursor, host).hex()
+        if new.metrics is not None and self._digest_due(new.state.step):
+            metrics["digest"] = self.digests(new.state).hex()
         return new
+
+    def _digest_due(self, step: int) -> bool:
+        every = self.config.digest_every_steps
+        return bool(every) and step > 0 and step % every == 0
+
+    def _compare_replicas(self) -> None:
+        """Before anything is made of a step whose digest was due: all members have the same bits.
+
+        On entering a view the sync has seen to that, so members agree on when this is due.
+        """
+        self.beat.phase("compare")
+        rows = self.plane.gather(self.digests(self.state), DIGEST_BYTES)
+        check_replicas(
+            self.members.me, self.state.step, dict(zip(self.plane.workers, rows, strict=True))
+        )
+        self.compared_step = self.state.step
 
     def _not_finite(self, view: View, new: Outcome, found: Nonfinite) -> Outcome:
         """Instead of `new`: all stop without the step, or commit it with the state as it was.

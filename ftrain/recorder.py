@@ -32,7 +32,6 @@ class Recorder:
         self.committed = False  # whether this supervisor has seen a commit
         self.aborts = 0  # failed attempts, all
         self.aborts_in_place = 0  # failed attempts at one step with nobody dead
-        self.replicas_differ = ""  # what, once they do
         self._lineage = (0, 0)
         self._held: Record | None = None  # a line that waits for its evaluation
         self._seen: set[tuple[Any, ...]] = set()
@@ -95,13 +94,15 @@ class Recorder:
     def _compare(
         self, worker: int, at: tuple[int, ...], digest: str, workers: Sequence[int]
     ) -> None:
-        """Holds the digests of one step, of one history, against one another."""
+        """Holds the digests of one step, of one history, against one another: for the record.
+
+        The workers do so too and act on it (`replicas`).
+        """
         seen, step = self._digests.setdefault(at, {}), at[-1]
         seen[worker] = digest
         if len(set(seen.values())) > 1:
-            self.replicas_differ = f"step {step}: " + ", ".join(
-                f"worker {w} has {d[:16]}" for w, d in sorted(seen.items())
-            )
+            if self._first("replicas_differ", at):
+                self._log("replicas_differ", step=step, digests=dict(sorted(seen.items())))
         elif set(seen) >= set(workers):
             self._log("digest_agreed", step=step, workers=sorted(seen), digest=digest)
             for old in [a for a in self._digests if a <= at]:

@@ -17,7 +17,8 @@ CRASHES = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL"})
 # The last words of C++ code that ends its process (absl's log, jaxlib 0.10.2 to 0.12.0.1).
 _FATAL = re.compile(r"^F\d{4} [^\]]*\] (.*)")
 
-# A client of JAX's coordination service ends its process with this line (jaxlib 0.10.2, 0.12.0.1).
+# With this line a client of JAX's coordination service begins to end its process, and then writes
+# its stack, which takes up to half a second (jaxlib 0.10.2, 0.12.0.1).
 CLIENT_GAVE_UP = "JAX distributed service detected fatal errors"
 WHY_GAVE_UP = {  # by the status at the line's end
     "DEADLINE_EXCEEDED": "its heartbeats were not answered in time",
@@ -101,7 +102,7 @@ class Slot:
             return self.local_error["error"]
         if self.refused is not None:
             return self.refused["message"]
-        if self.gave_up and ended.signal == "SIGABRT":
+        if self.gave_up:
             return f"losing the coordinator ({self.gave_up})"
         if ended.signal is not None:
             said = self.fatal if ended.signal == "SIGABRT" else ""

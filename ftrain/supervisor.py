@@ -266,6 +266,8 @@ class Supervisor:
     def _on_stderr(self, slot: Slot, line: str) -> None:
         self._logs.worker(slot.worker, line)
         slot.hear(line)
+        if slot.gave_up and slot.child is not None:
+            slot.child.kill()  # it is ending, and the others wait for it
 
     def _on_record(self, slot: Slot, line: str) -> None:
         record = json.loads(line)
@@ -286,6 +288,8 @@ class Supervisor:
                 slot.refused = record
             case "local_error":
                 slot.local_error = record
+            case "gave_up":
+                self._end(EXIT_GAVE_UP, record["reason"])
             case kind:
                 slot.commits += kind == "commit"
                 self._recorder.take(slot.worker, record, self._generation)
@@ -403,8 +407,6 @@ class Supervisor:
         """Whether the run is over, and how."""
         alive = [s for s in self._slots if s.child is not None]
         reasons = [s.left for s in self._slots if s.left is not None]
-        if self._recorder.replicas_differ:
-            self._end(EXIT_GAVE_UP, f"replicas differ at {self._recorder.replicas_differ}")
         if self._recorder.aborts_in_place >= restart.ATTEMPTS_IN_PLACE:
             self._end(
                 EXIT_GAVE_UP,

@@ -58,8 +58,8 @@ class Warden:
                 limit = f"start_timeout_s={self._rules.start_timeout_s:g}"
                 self._ask(Hang(slot.worker, "start", seconds), f"{cause} ({limit})", now)
                 return
-        if not any(s.going and now < s.died_at + DEATH_TOLD_S for s in self._slots):
-            self._ask_who_hangs(now, coordinator)
+        if not any((s.child and s.gave_up) or _just_died(s, now) for s in self._slots):
+            self._ask_who_hangs(now, coordinator)  # else the others may wait for that one
 
     def _ask_who_hangs(self, now: float, coordinator: Child | None) -> None:
         pids = {s.worker: s.child.pid for s in self._slots if s.child is not None}
@@ -115,3 +115,7 @@ class Warden:
             stack = culprit(read_stacks(dump), slot.reading().phase)
             self._story.worker_hangs(slot, stack, stopped=stopped)
             slot.child.kill()
+
+
+def _just_died(slot: Slot, now: float) -> bool:
+    return slot.going and now < slot.died_at + DEATH_TOLD_S

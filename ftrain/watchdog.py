@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ftrain.beat import UNTIMED, WAITING, Reading
 
 CUT_OFF_S = 10.0  # in a collective with a peer that does not answer; TCP tried some six times
-COLLECTIVES = frozenset({"sync", "reduce", "evaluate"})
+COLLECTIVES = frozenset({"sync", "compare", "reduce", "evaluate"})
 
 
 class Hang(NamedTuple):
@@ -54,7 +54,7 @@ def find_hang(
     behind = [w for w in stuck if 0 <= readings[w].round < front]
     working = [w for w in stuck if readings[w].phase not in WAITING]
     colliding = sorted(
-        (w for w in stuck if readings[w].phase in ("reduce", "sync")),
+        (w for w in stuck if readings[w].phase in WAITING & COLLECTIVES),
         key=lambda w: (readings[w].step >= 0, -w),
     )
     if len(stuck) < len(readings) and not (halted or behind or working):

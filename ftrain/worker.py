@@ -25,6 +25,7 @@ from ftrain.errors import (
     CheckpointUnreadableError,
     DatasetError,
     FtrainError,
+    ReplicasDifferError,
     StateMismatchError,
     TrainerError,
 )
@@ -155,6 +156,8 @@ def local_error(report: Callable[..., None], beat: Beat, error: BaseException) -
     """This worker's own error: reported, and the process ends before any barrier (R3)."""
     if isinstance(error, StateMismatchError | CheckpointUnreadableError):
         refuse(report, str(error), "")  # another try would find the same
+    if isinstance(error, ReplicasDifferError):
+        report("gave_up", reason=str(error))
     reading = beat.read()
     traceback = "" if isinstance(error, FtrainError) else user_traceback(error)
     report(
@@ -232,6 +235,7 @@ def make_loop(
     from ftrain import checkpoint, runtime
     from ftrain.compile_lock import first_compiles
     from ftrain.data import ShardReader
+    from ftrain.digests import Digests
     from ftrain.loop import StepLoop
     from ftrain.membership import Members
     from ftrain.target import target_of
@@ -239,14 +243,16 @@ def make_loop(
     target = target_of(config, source.length)
     report("target_known", steps=target.steps, samples=target.samples, dataset_length=source.length)
     spec, programs, evaluation = trace(trainer, config, source, eval_source, runtime.compile_shared)
-    programs.lower()
+    digests = Digests(spec)
+    for traced in (programs, digests):
+        traced.lower()
     with first_compiles(cache):
-        programs.compile(runtime.compile_shared)
+        for traced in (programs, digests):
+            traced.compile(runtime.compile_shared)
     members = Members(started, report, lambda error: local_error(report, beat, error))
     members.publish_spec(spec.fingerprint(), spec.lines())
     saver = checkpoint.Saver(
         config.run_dir,
-        worker=job.worker,
         keep=config.checkpoint.keep,
         dataset_length=source.length,
         report=report,
@@ -256,7 +262,7 @@ def make_loop(
         from ftrain.step import initial_state
 
         restored = checkpoint.restore_newest(
-            config.run_dir, spec, worker=job.worker, dataset_length=source.length, report=report
+            config.run_dir, spec, dataset_length=source.length, report=report
         )
         if restored is None:
             with runtime.shares_compile_cache():
@@ -283,6 +289,7 @@ def make_loop(
         members,
         spec,
         programs,
+        digests,
         reader,
         evaluation,
         saver,

@@ -450,8 +450,9 @@ def test_samples_are_named_by_cursor_and_by_index_of_the_data_set():
     """What a user looks up: the index is the data set's in whatever epoch, shuffled or not."""
     assert reader(Recording(100)).name(198, 2) == "2 samples from cursor 202 on, 2 3 of dataset()"
     shuffled = reader(Recording(100), shuffle=True)
-    read = [int(x) % 100 for x in values(shuffled.shards(198, [2]))[2]]
-    assert shuffled.name(198, 2).endswith(f", {read[0]} {read[1]} of dataset()")
+    read = values(shuffled.shards(198, [2]))[2]
+    first, second = (int(index) % 100 for index in read)
+    assert shuffled.name(198, 2).endswith(f", {first} {second} of dataset()")
     many = reader(Recording(100), batch_size=30, batch_shards=3).name(0, 1)
     assert many == "10 samples from cursor 10 on, 10 11 12 13 14 15 16 17 ... of dataset()"
 

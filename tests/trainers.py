@@ -6,6 +6,7 @@ import importlib
 import itertools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import numpy as np
 import optax
 
 import ftrain
+from ftrain.loop import StepLoop
 from tests.orders import obey, obey_at_phases
 
 
@@ -316,3 +318,46 @@ class Late(Paced):
 
         numbers.batch_at = batch_at
         return numbers
+
+
+class Connected(Ordered):
+    """Each worker keeps one connection of its own, and needs it for every batch that it reads."""
+
+    def __init__(self, *, port: int, pause_s: float = 0.0):
+        super().__init__(pause_s=pause_s)
+        self.port = port
+
+    def dataset(self):
+        numbers = Numbers(self.pause_s)
+        read = numbers.batch_at
+        lines = socket.create_connection(("127.0.0.1", self.port)).makefile("rw")
+
+        def batch_at(indices):
+            lines.write(f"{indices[0]}\n")
+            lines.flush()
+            if lines.readline() != f"{indices[0]}\n":
+                raise ConnectionError("the user's connection was cut")
+            return read(indices)
+
+        numbers.batch_at = batch_at
+        return numbers
+
+
+class BitFlips(Paced):
+    """In the first process of worker `worker`, a bit of a parameter flips after step `step`."""
+
+    def __init__(self, *, worker: int, step: int, pause_s: float = 0.0):
+        super().__init__(pause_s=pause_s)
+        if not mine(worker):
+            return
+        commit = StepLoop._commit
+
+        def flip_after(loop, view, new, seconds):
+            commit(loop, view, new, seconds)
+            if loop.state.step == step and new.metrics is not None:
+                w = np.array(loop.state.leaves[0])
+                w.view(np.uint32)[3] ^= 1 << 20
+                leaves = [jax.device_put(w), *loop.state.leaves[1:]]
+                loop.state = loop.state._replace(leaves=leaves)
+
+        StepLoop._commit = flip_after

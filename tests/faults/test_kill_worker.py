@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import ftrain
 from tests.checks import (
     check_deaths_explained,
     check_each_step_once,
@@ -145,3 +146,20 @@ def test_a_replacement_runs_the_users_file_as_it_is_now(tmp_path):
         check_each_step_once(run, 300)
         assert "the new file" in (run.run_dir / "logs" / "supervisor.log").read_text()
         assert "workers are not forked" not in (run.run_dir / "logs/supervisor.log").read_text()
+
+
+def test_a_checkpoint_that_another_worker_than_0_wrote_has_all_of_the_state(tmp_path):
+    """While 0 is away 1 saves, and says that it has; what it saved can be read."""
+    sets = ["steps=400", "cluster.workers=2", "checkpoint={every_steps: 5, keep: 100}"]
+    with running("tests/paced.yaml", tmp_path / "run", *sets) as run:
+        run.wait_for_step(10)
+        run.kill(0)
+        alone = run.wait_for_event("view_changed", workers=[1])
+        saved = run.wait_until(
+            "a save by worker 1",
+            lambda: [e for e in run.events("checkpoint_saved") if e["step"] > alone["step"] + 1],
+        )[0]
+        assert run.metrics()[-1]["workers"] == [1]
+        state = ftrain.load_state(str(run.run_dir), step=saved["step"])
+        assert int(state.step) == saved["step"]
+        assert int(state.model_state["count"]) == saved["step"]
