@@ -26,7 +26,7 @@ from ftrain.membership import Members, ProcessFailureError, View, live_devices
 from ftrain.mesh import Buffers, DataPlane
 from ftrain.nonfinite import SKIPS_IN_A_ROW, Nonfinite, one_line, why_stopped
 from ftrain.reduction import tree_sum
-from ftrain.replicas import check_replicas
+from ftrain.replicas import differ, judge
 from ftrain.state import Committed, StateSpec
 from ftrain.sync import sync_state
 
@@ -65,6 +65,7 @@ class Outcome(NamedTuple):
     metrics: dict[str, Any] | None = None  # a step's
     evaluated: dict[str, float] | None = None
     leave: bool = False
+    differ: dict[int, bytes] | None = None  # the members' digests, if they are not equal
     skipped: dict[str, Any] | None = None  # what was not finite and whose it was, see `events`
 
 
@@ -94,6 +95,7 @@ class StepLoop:
     agreed: View | None = None  # the view whose members are known to hold equal state
     plane: DataPlane | None = None
     hook: dict[str, Any] | None = None  # the metrics of a commit that after_commit has not seen
+    differ: dict[int, bytes] | None = None  # confirmed by the barrier: the replicas are not equal
     compared_step: int = -1  # the last whose replicas are known to be equal
     below_min_since: float | None = None
     evaluating_since: float | None = None
@@ -127,10 +129,13 @@ class StepLoop:
 
     def _block(self, view: View) -> Outcome:
         """What this block does, on uncommitted copies; the barrier decides whether it is so."""
-        if view != self.agreed and not self._enter(view):
-            return Outcome(self.state, self.progress, leave=True)
+        if self.differ is not None:
+            judge(self.members.me, self.state.step if self.state else 0, self.differ)
+        if view != self.agreed and (ended := self._enter(view)):
+            return ended
         if self._digest_due(self.state.step) and self.compared_step < self.state.step:
-            self._compare_replicas()
+            if found := self._compare_replicas():
+                return Outcome(self.state, self.progress, differ=found)
         self._after_last_commit(view)
         if self._evaluation_due():
             return self._evaluate_part()
@@ -148,11 +153,11 @@ class StepLoop:
             view=self.members.name,
             failed=[w for w in view.workers if w not in alive],
         )
-        self.agreed = None
+        self.agreed = self.differ = None
 
     def _commit(self, view: View, new: Outcome, seconds: float) -> None:
         """The barrier's exit raised nothing, here and everywhere: it is so (R1)."""
-        self.state, self.agreed = new.state, view
+        self.state, self.agreed, self.differ = new.state, view, new.differ
         self.progress = new.progress._replace(round=new.progress.round + 1)
         self.beat.round, self.beat.step = self.progress.round, self.state.step if self.state else -1
         if new.metrics is not None:
@@ -179,8 +184,12 @@ class StepLoop:
 
     # A new view.
 
-    def _enter(self, view: View) -> bool:
-        """Settles a new view and gives its members the state of one; False if the run is over."""
+    def _enter(self, view: View) -> Outcome | None:
+        """Settles a new view and gives its members the state of one.
+
+        Returns:
+          None, or what this block will have done: the run is over, or the states differ.
+        """
         started = time.perf_counter()
         self.beat.phase("settle")
         holds = self.members.settle(
@@ -198,12 +207,14 @@ class StepLoop:
         self._check_same_spec(donor, holds)
         if ahead[donor] == -1:
             if self.members.finished():  # R8: a view without state never restores then
-                return False
+                return Outcome(self.state, self.progress, leave=True)
             if donor == self.members.me:
                 self._begin()
         if donor == self.members.me:
             self.members.publish("progress", self.progress)
-        self._sync(view, donor, [w for w in view.workers if 0 <= ahead[w] == ahead[donor]])
+        holders = [w for w in view.workers if 0 <= ahead[w] == ahead[donor]]
+        if found := self._sync(view, donor, holders):
+            return Outcome(self.state, self.progress, differ=found)
         progress = Progress(*self.members.read("progress"))
         # A stop that one has committed is everybody's, kept whatever becomes of this block: none
         # may train on while another leaves.
@@ -219,7 +230,7 @@ class StepLoop:
             lineage=self.progress.lineage,
             seconds=time.perf_counter() - started,
         )
-        return True
+        return None
 
     def _begin(self) -> None:
         """Nobody has state: this worker restores or computes it, for all, as their donor."""
@@ -244,12 +255,15 @@ class StepLoop:
         )
         self.plane.connect()
 
-    def _sync(self, view: View, donor: int, holders: list[int]) -> None:
+    def _sync(self, view: View, donor: int, holders: list[int]) -> dict[int, bytes] | None:
+        """Everybody has the donor's state afterwards; or the digests of those who differ."""
         self.beat.phase("sync")
         started = time.perf_counter()
         synced = sync_state(
             self.plane, self.spec, self.digests, self.state, donor=donor, holders=holders
         )
+        if synced.differ:
+            return synced.differ
         # R6: verified, so committed at once: the donor may die in this very step.
         self.state, self.compared_step = synced.state, synced.state.step
         if self.members.me != donor and self.members.me not in holders:
@@ -261,6 +275,7 @@ class StepLoop:
                 bytes=synced.bytes_moved,
                 seconds=time.perf_counter() - started,
             )
+        return None
 
     def _check_same_spec(self, donor: int, holds: dict[int, dict[str, Any]]) -> None:
         """Refuses to take part with another tree than the donor's, naming the leaf (R6)."""
@@ -301,17 +316,18 @@ class StepLoop:
         every = self.config.digest_every_steps
         return bool(every) and step > 0 and step % every == 0
 
-    def _compare_replicas(self) -> None:
+    def _compare_replicas(self) -> dict[int, bytes] | None:
         """Before anything is made of a step whose digest was due: all members have the same bits.
 
         On entering a view the sync has seen to that, so members agree on when this is due.
         """
         self.beat.phase("compare")
         rows = self.plane.gather(self.digests(self.state), DIGEST_BYTES)
-        check_replicas(
-            self.members.me, self.state.step, dict(zip(self.plane.workers, rows, strict=True))
-        )
+        digests = dict(zip(self.plane.workers, rows, strict=True))
+        if differ(digests):
+            return digests
         self.compared_step = self.state.step
+        return None
 
     def _not_finite(self, view: View, new: Outcome, found: Nonfinite) -> Outcome:
         """Instead of `new`: all stop without the step, or commit it with the state as it was.

@@ -75,8 +75,8 @@ class DataPlane:
     def gather(self, row: bytes, size: int) -> list[bytes]:
         """Every member's `row` of `size` bytes, by rank; zeros where a member gave b"".
 
-        A collective, as `sum`. The bytes travel as numbers in the buffers of a step, which are
-        exact in float32, so that no program but the step's is needed.
+        A collective, as `sum`, and it raises what that does. The bytes travel as numbers in the
+        buffers of a step, which are exact in float32, so that no program but the step's is needed.
         """
         buffers = [np.zeros(s.shape, s.dtype) for s in self._shapes]
         table = next(i for i, s in enumerate(self._shapes) if s.dtype == jnp.float32)
@@ -84,7 +84,11 @@ class DataPlane:
         buffers[table][0, 0, start : start + len(row)] = np.frombuffer(row, np.uint8)
         summed = self.sum([jax.device_put(b, self._home) for b in buffers])
         flat = np.asarray(summed[table]).reshape(-1)[: len(self.workers) * size]
-        return [r.tobytes() for r in flat.astype(np.uint8).reshape(-1, size)]
+        rows = [r.tobytes() for r in flat.astype(np.uint8).reshape(-1, size)]
+        if rows[self.rank] != row.ljust(size, b"\0"):
+            # A cancelled NCCL collective ends without an error, with garbage (jax 0.11.2).
+            raise AttemptFailedError("this worker's own row did not come back from the collective")
+        return rows
 
     def sum(self, buffers: Buffers, ready: Callable[[], None] = lambda: None) -> Buffers:
         """The sum of every member's `buffers`; same shapes and dtypes, on this worker's device.
