@@ -108,6 +108,17 @@ def same_bits(a: Committed, b: Committed) -> bool:
     )
 
 
+def test_a_cancelled_collective_that_ends_with_zeros_agrees_with_nobody():
+    """NCCL's may end without an error: zeros as everybody's digest are no agreement (R1)."""
+    spec, state = state_of(EVERY_KIND)
+
+    def cancelled(number: int, words: np.ndarray) -> None:
+        words[:] = 0
+
+    results, _ = synced({0: state, 1: state}, spec, donor=0, holders=[1], spoil=cancelled)
+    assert all("own row did not come back" in str(results[w]) for w in (0, 1))
+
+
 # Packing.
 
 

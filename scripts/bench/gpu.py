@@ -2,9 +2,9 @@
 
     python scripts/bench/gpu.py --out runs/gpu [PART ...]
 
-Two workers, a GPU each; with CUDA_VISIBLE_DEVICES=0,0 they share one. Each part is a process of its own with a
-time limit, and fails alone. Writes results.json, table.txt and the parts' records and logs to the
-folder.
+Two workers, a GPU each; with CUDA_VISIBLE_DEVICES=0,0 they share one, and steps are not timed for
+their own sake. Each part is a process of its own with a time limit, and fails alone. Writes
+results.json, table.txt and the parts' records and logs to the folder.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from scripts.bench.cycles import held_by
 from scripts.bench.recovery import measure
 from tests.checks import check_each_step_once, check_nothing_left, check_replicas_agree
 from tests.faults.test_attempt_failed import PLACES, failing, failures
-from tests.runs import Run, running
+from tests.runs import REPOSITORY, Run, running
 
 WORK = Path(os.environ.get("FTRAIN_BENCH_DIR", "/tmp/ftrain-gpu"))
 ON_TWO = ["cluster.workers=2", f"cluster.platform={os.environ.get('FTRAIN_BENCH_ON', 'gpu')}"]
