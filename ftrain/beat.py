@@ -1,16 +1,20 @@
 """The beat: a few bytes of shared memory that tell the supervisor what a worker is doing.
 
 The supervisor can read them whatever the worker's interpreter does: it may be stopped, spin in C
-with its lock held, or be stuck in a device call. No jax: both sides import this file.
+with its lock held, or be stuck in a device call. Behind them, in the same memory, the worker's
+Python stacks when it crashes or is asked for them (`stacks`). No jax: both sides import this file.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import mmap
 import os
 import struct
 import time
 from typing import NamedTuple
+
+from ftrain.stacks import STACK_SIGNAL
 
 PHASES = (
     "start",  # importing, the user's constructor, the data set, the backend
@@ -21,6 +25,7 @@ PHASES = (
     "settle",  # meeting the members of a new view
     "restore",  # reading a checkpoint or computing the first state, for all
     "sync",  # state on its way between workers
+    "compare",  # every worker's digest of the committed state with every other's
     "hook",  # the user's after_commit
     "data",  # waiting for its samples
     "gradient",  # its own shards
@@ -30,7 +35,7 @@ PHASES = (
     "save",  # at the end: the last checkpoint is being written
     "pause",  # too few workers
 )
-WAITING = frozenset({"barrier", "settle", "sync", "reduce"})  # a culprit is elsewhere
+WAITING = frozenset({"barrier", "settle", "sync", "compare", "reduce"})  # a culprit is elsewhere
 UNTIMED = frozenset(
     {"start", "connect", "compile", "ready", "restore", "save", "pause"}
 )  # long without being stuck
@@ -49,10 +54,14 @@ class Reading(NamedTuple):
 
 
 class Beat:
-    """A beat in the shared memory behind a file descriptor; one process writes, one reads."""
+    """A beat in the shared memory behind a file descriptor; one process writes, one reads.
+
+    It keeps the descriptor, until it is closed.
+    """
 
     def __init__(self, fd: int):
-        self._memory = mmap.mmap(fd, SIZE)
+        self._fd, self._memory = fd, mmap.mmap(fd, SIZE)
+        self._stacks_read = SIZE
         self.round, self.step = -1, -1
 
     @staticmethod
@@ -83,3 +92,22 @@ class Beat:
             )
             if self._memory[0] == count:
                 return Reading(round_, step, PHASES[phase], since)
+
+    def keep_stacks(self) -> None:
+        """The worker's stacks are written here when a fatal signal or `STACK_SIGNAL` comes."""
+        os.lseek(self._fd, SIZE, os.SEEK_SET)
+        faulthandler.enable(self._fd)
+        faulthandler.register(STACK_SIGNAL, self._fd)
+
+    def new_stacks(self) -> str:
+        """What has been written there since the last call; the supervisor's side."""
+        chunks = []
+        while chunk := os.pread(self._fd, 1 << 16, self._stacks_read):
+            self._stacks_read += len(chunk)
+            chunks.append(chunk)
+        return b"".join(chunks).decode("utf-8", "backslashreplace")
+
+    def close(self) -> None:
+        """Lets go of the memory."""
+        self._memory.close()
+        os.close(self._fd)

@@ -22,13 +22,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from ftrain.digests import digest_of
 from ftrain.errors import CheckpointNotFoundError, CheckpointUnreadableError, StateMismatchError
 from ftrain.state import (
     Committed,
     StateSpec,
     TrainState,
-    digest,
-    digest_of,
     from_host,
     host_shape,
     is_key,
@@ -49,12 +48,11 @@ class Saver:
         self,
         run_dir: str,
         *,
-        worker: int,
         keep: int,
         dataset_length: int,
         report: Callable[..., None],
     ):
-        self._folder, self._worker, self._keep = checkpoint_folder(run_dir), worker, keep
+        self._folder, self._keep = checkpoint_folder(run_dir), keep
         self._dataset_length, self._report = dataset_length, report
         self._thread: threading.Thread | None = None
         self._started = self._done = -1
@@ -90,7 +88,6 @@ class Saver:
                 spec,
                 state,
                 arrays,
-                worker=self._worker,
                 dataset_length=self._dataset_length,
             )
             self._remove_old(state.step)
@@ -128,7 +125,6 @@ def write_checkpoint(
     state: Committed,
     arrays: list[np.ndarray],
     *,
-    worker: int,
     dataset_length: int,
 ) -> None:
     """Writes one checkpoint, or replaces it; durable when this returns."""
@@ -144,29 +140,33 @@ def write_checkpoint(
         "counts": spec.counts,
         "keys": [key_impl(leaf) if is_key(leaf) else None for leaf in spec.leaves],
         "shapes": [[list(shape), dtype.name] for shape, dtype in map(host_shape, spec.leaves)],
-        "digest": digest(spec, state.step, state.cursor, arrays).hex(),
+        "digest": digest_of(spec.lines(), state.step, state.cursor, arrays).hex(),
     }
     tree = {f"{i:05d}": a for i, a in enumerate(arrays) if a.size}  # Orbax refuses empty arrays
     tree["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
-    checkpointer = _checkpointer(worker)
+    checkpointer = _checkpointer()
     checkpointer.save(path, args=ocp.args.PyTreeSave(tree), force=True)
     if not path.is_dir():  # Orbax says nothing when it takes this process for one that only reads
         raise OSError(f"Orbax wrote no {path}")
 
 
-def _checkpointer(worker: int) -> Any:
+def _checkpointer() -> Any:
     """An Orbax checkpointer that acts as if this process were the only one."""
     import orbax.checkpoint as ocp
+    from orbax.checkpoint._src.multihost import multihost
     from orbax.checkpoint.options import MultiprocessingOptions
 
+    # Orbax writes numpy arrays from process 0 alone, whatever its options say, and says nothing:
+    # all others leave checkpoints without content (NumpyHandler._background_serialize, 0.12.8).
+    multihost.process_index = lambda: 0
     alone = MultiprocessingOptions(
-        primary_host=worker, active_processes={worker}, barrier_sync_key_prefix=f"ftrain-{worker}"
+        primary_host=0, active_processes={0}, barrier_sync_key_prefix="ftrain"
     )
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
     return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
-def read_checkpoint(path: Path, worker: int = 0) -> tuple[dict[str, Any], list[np.ndarray]]:
+def read_checkpoint(path: Path) -> tuple[dict[str, Any], list[np.ndarray]]:
     """The meta data and leaves of one checkpoint.
 
     Raises:
@@ -175,7 +175,7 @@ def read_checkpoint(path: Path, worker: int = 0) -> tuple[dict[str, Any], list[n
     import orbax.checkpoint as ocp
 
     try:
-        checkpointer = _checkpointer(worker)
+        checkpointer = _checkpointer()
         metadata = checkpointer.metadata(path).item_metadata
         if metadata is None:
             raise ValueError("it has no metadata")
@@ -203,7 +203,7 @@ def read_checkpoint(path: Path, worker: int = 0) -> tuple[dict[str, Any], list[n
 
 
 def restore_newest(
-    run_dir: str, spec: StateSpec, *, worker: int, dataset_length: int, report: Callable[..., None]
+    run_dir: str, spec: StateSpec, *, dataset_length: int, report: Callable[..., None]
 ) -> Committed | None:
     """The newest good checkpoint as committed state; None if the run has none at all.
 
@@ -215,7 +215,7 @@ def restore_newest(
     steps = steps_in(folder)
     for step in steps:
         try:
-            meta, arrays = read_checkpoint(folder / str(step), worker)
+            meta, arrays = read_checkpoint(folder / str(step))
             _check_same_leaves(spec, meta)
             state = Committed(meta["step"], meta["cursor"], from_host(spec, arrays))
         except CheckpointUnreadableError as error:

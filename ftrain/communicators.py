@@ -14,9 +14,8 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
 
-TCP_LISTEN = "0A"  # a state in /proc/net/tcp
+from ftrain.tcp_sockets import tcp_sockets
 
 
 class Cutter:
@@ -57,7 +56,7 @@ class Cutter:
 
 def listening_ports() -> set[int]:
     """The TCP ports that this process listens on."""
-    return {row.local_port for row in _tcp_rows().values() if row.listens}
+    return {tcp.local_port for tcp in tcp_sockets().values() if tcp.listens}
 
 
 def cut_connections(ports: set[int]) -> int:
@@ -66,39 +65,10 @@ def cut_connections(ports: set[int]) -> int:
     Only those: user code has connections too, and so have gRPC and the coordination service.
     """
     cut = 0
-    for fd, row in _tcp_rows().items():
-        if not row.listens and ports & {row.local_port, row.peer_port}:
+    for fd, tcp in tcp_sockets().items():
+        if not tcp.listens and ports & {tcp.local_port, tcp.peer_port}:
             with contextlib.suppress(OSError):  # not connected any more, or closed meanwhile
                 with socket.socket(fileno=os.dup(fd)) as sock:
                     sock.shutdown(socket.SHUT_RDWR)
                     cut += 1
     return cut
-
-
-class _Row(NamedTuple):
-    local_port: int
-    peer_port: int
-    listens: bool
-
-
-def _tcp_rows() -> dict[int, _Row]:
-    """This process's TCP sockets by descriptor, as the kernel lists them.
-
-    Read from /proc and not asked of the sockets: making a Python socket of somebody's descriptor
-    may change its mode.
-    """
-    kernel = {}
-    for table in ("tcp", "tcp6"):
-        with contextlib.suppress(FileNotFoundError), open(f"/proc/self/net/{table}") as file:
-            for line in list(file)[1:]:
-                fields = line.split()
-                local, peer = (int(f.rsplit(":", 1)[1], 16) for f in fields[1:3])
-                kernel[fields[9]] = _Row(local, peer, fields[3] == TCP_LISTEN)
-    rows = {}
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile, or the listing's own descriptor
-            link = os.readlink(f"/proc/self/fd/{name}")
-            row = kernel.get(link.removeprefix("socket:[").removesuffix("]"))
-            if row is not None:
-                rows[int(name)] = row
-    return rows

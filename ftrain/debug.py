@@ -10,12 +10,13 @@ import sys
 
 from ftrain.beat import Beat
 from ftrain.config import Config
-from ftrain.errors import EXIT_REFUSED, ConfigError, FtrainError
+from ftrain.errors import EXIT_OK, EXIT_REFUSED, ConfigError, FtrainError
 from ftrain.events import EventLog
 from ftrain.recorder import Recorder
 from ftrain.run_lock import RunLock
 from ftrain.screen import Screen
 from ftrain.story import Story
+from ftrain.verdict import by_agreement
 from ftrain.worker import Assignment, work
 
 
@@ -32,6 +33,9 @@ class Foreground:
         if record == "left":
             self._recorder.close()
             self._screen.line(f"ended at step {fields['step']}: {fields['reason']}")
+            code = by_agreement(str(fields["reason"]), self._recorder.step, "").exit_code
+            if code != EXIT_OK:
+                os._exit(code)  # not sys.exit: nothing may speak to the service any more (R9)
         elif record in ("refused", "local_error"):
             self._screen.line(
                 str(fields["traceback"] or fields.get("message") or fields.get("error"))

@@ -19,6 +19,13 @@ GPU_FLAGS = {
     "--xla_gpu_shard_autotuning": "false",
 }
 
+# For `reduction: reproducible`: each process would choose among kernels by timing them, and sums by
+# atomic additions come in any order (two runs of one program differed, jax 0.10.2).
+REPRODUCIBLE_GPU_FLAGS = {
+    "--xla_gpu_deterministic_ops": "true",
+    "--xla_gpu_autotune_level": "0",
+}
+
 
 def resolve_platform(config: Config, environ: Mapping[str, str]) -> str:
     """`cpu` or `gpu`; `auto` is the GPU where there is one and JAX has its plugin.
@@ -49,6 +56,8 @@ def worker_environment(config: Config, platform: str, environ: Mapping[str, str]
     env = dict(environ)
     if platform == "gpu":
         needed = GPU_FLAGS
+        if config.reduction == "reproducible":
+            needed = GPU_FLAGS | REPRODUCIBLE_GPU_FLAGS
         env.update(
             JAX_PLATFORMS="cuda",
             XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE="1",

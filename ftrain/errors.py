@@ -7,7 +7,7 @@ command line prints it as it is. The exit codes are the contract with SLURM and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 EXIT_OK = 0
 """The target step is reached and its checkpoint is durable."""
@@ -142,6 +142,29 @@ class AttemptFailedError(FtrainError):
     A cancelled collective, a settle that ran out, a digest that does not match: all members abort
     and try again (rule R3). Whatever else is raised there is this worker's own error.
     """
+
+
+class ReplicaDivergedError(FtrainError):
+    """Raised on the worker whose committed state differs from that of most others."""
+
+    def __init__(self, worker: int, step: int, own: bytes, most: bytes):
+        super().__init__(
+            f"the state of worker {worker} at step {step} has digest {own.hex()[:16]}, most "
+            f"workers have {most.hex()[:16]}: it is replaced and gets theirs; if it comes again, "
+            "look at that machine's memory and device"
+        )
+
+
+class ReplicasDifferError(FtrainError):
+    """Raised on every worker when states differ and no state is that of most."""
+
+    def __init__(self, step: int, digests: Mapping[int, bytes]):
+        sides = ", ".join(f"worker {w} has digest {d.hex()[:16]}" for w, d in digests.items())
+        super().__init__(
+            f"replicas differ at step {step}, and none is that of most: {sides}; look for what "
+            "differs between the workers (loss or update not pure, memory errors), then run the "
+            "same command again: it continues from the newest checkpoint"
+        )
 
 
 # Exit codes of a worker process, for its supervisor; what it reported says more.

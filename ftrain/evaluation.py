@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ftrain.data import Source, shards_of
-from ftrain.mesh import DataPlane
+from ftrain.mesh import Buffers, DataPlane
+from ftrain.reduction import add, tree_sum
 from ftrain.state import Committed, StateSpec
+from ftrain.tree import Node, Sums
 from ftrain.user_metrics import check_metrics, metric_names
 
 
@@ -31,12 +33,15 @@ class Evaluation:
         *,
         batch_size: int,
         batch_shards: int,
+        reduction: str = "fast",
         compile: Callable[[Any], Any],
     ):
         self._trainer, self._spec, self._source = trainer, spec, source
         self._batch_size, self._batch_shards = batch_size, batch_shards
+        self._in_order = reduction == "reproducible"
         self._shard_size, self._compile = batch_size // batch_shards, compile
         self._programs: dict[int, jax.stages.Compiled] = {}
+        self._add_program: jax.stages.Compiled | None = None
         self.parts = -(-source.length // batch_size)
         shapes = jax.eval_shape(
             self._evaluate,
@@ -65,15 +70,35 @@ class Evaluation:
 
         A collective, inside `live_devices`.
         """
-        total = np.zeros(self._sums, np.float32)
-        for shard in shards_of(plane.rank, len(plane.workers), self._batch_shards):
-            start = part * self._batch_size + shard * self._shard_size
-            indices = np.arange(start, min(start + self._shard_size, self._source.length))
-            if indices.size:
-                total += np.asarray(self._shard(state, self._source.batch(indices)))
-        buffer = jax.device_put(total.reshape(1, 1, -1), jax.local_devices()[0])
-        [summed] = plane.sum([buffer])
+        shards = shards_of(plane.rank, len(plane.workers), self._batch_shards)
+        sums = [self._shard_sums(state, part, shard) for shard in shards]
+        if self._in_order:
+            tree: Sums[Buffers] = Sums(self._batch_shards, self._add)
+            for shard, vector in zip(shards, sums, strict=True):
+                tree.take(Node(0, shard), self._buffers(vector))
+            nodes = tree.values or [self._buffers(np.zeros(self._sums, np.float32))]
+            [summed] = tree_sum(plane, nodes, self._batch_shards)
+        else:
+            [summed] = plane.sum(self._buffers(sum(sums, np.zeros(self._sums, np.float32))))
         return np.asarray(summed).reshape(-1).tolist()
+
+    def _shard_sums(self, state: Committed, part: int, shard: int) -> np.ndarray:
+        """What `_evaluate` gives for one shard of a part; zeros beyond the end of the data set."""
+        start = part * self._batch_size + shard * self._shard_size
+        indices = np.arange(start, min(start + self._shard_size, self._source.length))
+        if not indices.size:
+            return np.zeros(self._sums, np.float32)
+        return np.asarray(self._shard(state, self._source.batch(indices)))
+
+    @staticmethod
+    def _buffers(vector: np.ndarray) -> Buffers:
+        return [jax.device_put(vector.reshape(1, 1, -1), jax.local_devices()[0])]
+
+    def _add(self, left: Buffers, right: Buffers) -> Buffers:
+        # Not numpy's: it keeps numbers too small to be normal, which XLA takes for zero.
+        if self._add_program is None:
+            self._add_program = self._compile(jax.jit(add).lower(*left, *right))
+        return [self._add_program(*left, *right)]
 
     def _shard(self, state: Committed, batch: list[np.ndarray]) -> jax.Array:
         args = (state.leaves, batch, np.int32(state.step), np.int32(state.cursor & 0x7FFFFFFF))

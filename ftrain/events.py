@@ -1,7 +1,8 @@
 """The run's two record files: `events.jsonl` and `metrics.jsonl`. Written by the supervisor alone.
 
 One JSON object a line, append-only, whole lines only: each is written in one call, and what a
-killed supervisor left of a last line is taken off before the next one writes.
+killed supervisor left of a last line is taken off before the next one writes. JSON has no nan and
+no infinities: such a value is null.
 
 Every event has `t` (unix seconds), `event`, and where it applies `worker`, `pid`, `step`:
 
@@ -13,16 +14,21 @@ Every event has `t` (unix seconds), `event`, and where it applies `worker`, `pid
     worker_fenced{worker}                  view_changed{workers,step}: a new set is training
     state_synced{worker,donor,step,bytes,seconds,digest}
     step_aborted{step,failed}              evaluated{step,metrics,seconds}
+    step_skipped{step,shards,workers,what} shards that were not finite, and whose they were
     checkpoint_saved{step,seconds,tier}    checkpoint_skipped{step,why}
     checkpoint_restored{step,tier}         save_failed{step,error}
+    replicas_differ{step,digests}          by worker; the one that is not like most is replaced
     digest_agreed{step,workers,digest}     every worker that reported the step has these bits
-    hang_detected{worker,phase,seconds}    stop_requested{signal}
+    hang_detected{worker,phase,seconds}    unreachable: the workers it cannot reach, if it is that
+    worker_quarantined{worker,seconds}     tried again after that long, while the others train
+    stop_requested{signal}
     run_finished{step,exit_code,reason}
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -42,7 +48,7 @@ class LineFile:
 
     def append(self, row: dict[str, Any]) -> None:
         """Writes one line, whole."""
-        data = (json.dumps(row, ensure_ascii=False) + "\n").encode()
+        data = (to_json(row) + "\n").encode()
         while data:
             data = data[os.write(self._fd, data) :]
 
@@ -56,6 +62,22 @@ class EventLog(LineFile):
     def __call__(self, event: str, **fields: Any) -> None:
         """Writes one event."""
         self.append({"t": time.time(), "event": event, **fields})
+
+
+def to_json(row: dict[str, Any]) -> str:
+    """A row as strict JSON on one line."""
+    try:
+        return json.dumps(row, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        return json.dumps(_with_nulls(row), ensure_ascii=False, allow_nan=False)
+
+
+def _with_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _with_nulls(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_nulls(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_lines(path: str) -> Iterator[dict[str, Any]]:

@@ -76,9 +76,7 @@ class Template:
             return None
 
     def end(self) -> None:
-        """Ends it and whatever it was doing; workers that it forked go on."""
+        """Ends it and whatever it was doing; workers that it forked go on. Its pipes remain."""
         self.usable = False
         self._ours.close()
         self.child.reap(kill=True)
-        for pipe in self.child.pipes.values():
-            pipe.close()

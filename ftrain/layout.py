@@ -4,6 +4,8 @@ gradients             in the reduce dtype, times the shard's weight
 loss, metrics, weight float32, times the weight
 model state           changed floating leaves in float32, times the weight; other changed leaves
 as the bits of shard 0's, in uint32, where a sum with zeros is exact
+flags                 float32, one a shard: what of it is not finite (see `nonfinite`); none
+if nothing is judged
 stop                  float32: how many workers have been asked to stop
 """
 

@@ -20,22 +20,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 
-from ftrain.data import shards_of
+from ftrain.data import rank_of, shards_of
 from ftrain.errors import StateMismatchError
 from ftrain.membership import Members, ProcessFailureError, View, live_devices
-from ftrain.mesh import DataPlane
-from ftrain.state import Committed, StateSpec, digest, to_host
+from ftrain.mesh import Buffers, DataPlane
+from ftrain.nonfinite import SKIPS_IN_A_ROW, Nonfinite, one_line, why_stopped
+from ftrain.reduction import tree_sum
+from ftrain.replicas import check_replicas
+from ftrain.state import Committed, StateSpec
 from ftrain.sync import sync_state
 
 if TYPE_CHECKING:
     from ftrain.beat import Beat
     from ftrain.checkpoint import Saver
     from ftrain.config import Config
-    from ftrain.data import ShardReader
+    from ftrain.data import Batch, ShardReader
+    from ftrain.digests import Digests
     from ftrain.evaluation import Evaluation
     from ftrain.step import StepPrograms
+    from ftrain.target import Target
     from ftrain.trainer import Trainer
 
+DIGEST_BYTES = 32
 POLL_S = 0.02  # between blocks in which there is nothing to do
 
 
@@ -48,6 +54,7 @@ class Progress(NamedTuple):
     evaluated: int = 0  # the last step that was evaluated
     eval_part: int = 0  # parts done of the evaluation of this step
     eval_sums: tuple[float, ...] = ()
+    skipped: int = 0  # steps in a row, up to this one, that were not finite
 
 
 class Outcome(NamedTuple):
@@ -58,6 +65,7 @@ class Outcome(NamedTuple):
     metrics: dict[str, Any] | None = None  # a step's
     evaluated: dict[str, float] | None = None
     leave: bool = False
+    skipped: dict[str, Any] | None = None  # what was not finite and whose it was, see `events`
 
 
 @dataclasses.dataclass
@@ -66,9 +74,11 @@ class StepLoop:
 
     trainer: Trainer
     config: Config
+    target: Target
     members: Members
     spec: StateSpec
     programs: StepPrograms
+    digests: Digests
     reader: ShardReader
     evaluation: Evaluation | None
     saver: Saver
@@ -84,6 +94,7 @@ class StepLoop:
     agreed: View | None = None  # the view whose members are known to hold equal state
     plane: DataPlane | None = None
     hook: dict[str, Any] | None = None  # the metrics of a commit that after_commit has not seen
+    compared_step: int = -1  # the last whose replicas are known to be equal
     below_min_since: float | None = None
     evaluating_since: float | None = None
 
@@ -118,10 +129,12 @@ class StepLoop:
         """What this block does, on uncommitted copies; the barrier decides whether it is so."""
         if view != self.agreed and not self._enter(view):
             return Outcome(self.state, self.progress, leave=True)
+        if self._digest_due(self.state.step) and self.compared_step < self.state.step:
+            self._compare_replicas()
         self._after_last_commit(view)
         if self._evaluation_due():
             return self._evaluate_part()
-        if self.progress.stopping or self.state.step >= self.config.steps:
+        if self.progress.stopping or self._target_reached():
             return self._finish(view)
         if len(view.workers) < self.config.cluster.min_workers:
             return self._pause()
@@ -152,6 +165,7 @@ class StepLoop:
                 lineage=self.progress.lineage,
                 eval_due=self._evaluation_due(),
                 metrics=new.metrics,
+                skipped=new.skipped,
             )
             self.hook = new.metrics if view.lowest == self.members.me else None
         if new.evaluated is not None:
@@ -233,9 +247,11 @@ class StepLoop:
     def _sync(self, view: View, donor: int, holders: list[int]) -> None:
         self.beat.phase("sync")
         started = time.perf_counter()
-        synced = sync_state(self.plane, self.spec, self.state, donor=donor, holders=holders)
+        synced = sync_state(
+            self.plane, self.spec, self.digests, self.state, donor=donor, holders=holders
+        )
         # R6: verified, so committed at once: the donor may die in this very step.
-        self.state = synced.state
+        self.state, self.compared_step = synced.state, synced.state.step
         if self.members.me != donor and self.members.me not in holders:
             self.report(
                 "state_synced",
@@ -265,24 +281,94 @@ class StepLoop:
         self.beat.phase("data")
         shards = shards_of(self.plane.rank, len(view.workers), self.config.batch_shards)
         batches = self.reader.shards(self.state.cursor, shards)
+        self._compile_shorter(batches)
         self.beat.phase("gradient")
-        buffers = self.programs.gradients(self.state, batches, stop=self.stop_requested())
-        sums = self.plane.sum(buffers, ready=lambda: self.beat.phase("reduce"))
+        sums = self._sums(batches)
         self.beat.phase("update")
-        new_state, metrics, stop = self.programs.update(self.state, sums, self.config.batch_size)
-        every = self.config.digest_every_steps
-        if every and new_state.step % every == 0:
-            metrics["digest"] = digest(
-                self.spec, new_state.step, new_state.cursor, to_host(new_state.leaves)
-            ).hex()
+        new_state, metrics, stop, found = self.programs.update(
+            self.state, sums, self.target.batch(self.state.cursor)
+        )
         # The request to stop travelled in the sums: all stop at one step.
-        return Outcome(new_state, self.progress._replace(stopping="stop" if stop else ""), metrics)
+        progress = self.progress._replace(stopping="stop" if stop else "", skipped=0)
+        new = Outcome(new_state, progress, metrics)
+        if found is not None:
+            new = self._not_finite(view, new, found)
+        if new.metrics is not None and self._digest_due(new.state.step):
+            metrics["digest"] = self.digests(new.state).hex()
+        return new
+
+    def _digest_due(self, step: int) -> bool:
+        every = self.config.digest_every_steps
+        return bool(every) and step > 0 and step % every == 0
+
+    def _compare_replicas(self) -> None:
+        """Before anything is made of a step whose digest was due: all members have the same bits.
+
+        On entering a view the sync has seen to that, so members agree on when this is due.
+        """
+        self.beat.phase("compare")
+        rows = self.plane.gather(self.digests(self.state), DIGEST_BYTES)
+        check_replicas(
+            self.members.me, self.state.step, dict(zip(self.plane.workers, rows, strict=True))
+        )
+        self.compared_step = self.state.step
+
+    def _not_finite(self, view: View, new: Outcome, found: Nonfinite) -> Outcome:
+        """Instead of `new`: all stop without the step, or commit it with the state as it was.
+
+        Of reduced values and the view alone, so that every member does and says the same.
+        """
+        shards, ranks = self.config.batch_shards, len(view.workers)
+        owners = {s: view.workers[rank_of(s, ranks, shards)] for s in range(shards)}
+        before = self.progress.skipped
+        if self.config.on_nonfinite == "stop" or before >= SKIPS_IN_A_ROW:
+            why = why_stopped(
+                found,
+                new.state.step,
+                owners,
+                lambda shard: self.reader.name(self.state.cursor, shard),
+                self.config.reduce_dtype,
+                before,
+            )
+            return Outcome(self.state, self.progress._replace(stopping=why))
+        new.metrics["nonfinite"] = found.mark
+        return Outcome(
+            new.state._replace(leaves=self.state.leaves),
+            new.progress._replace(skipped=before + 1),
+            new.metrics,
+            skipped={
+                "shards": list(found.shards),
+                "workers": sorted({owners[s] for s in found.shards}),
+                "what": one_line(found, owners),
+            },
+        )
+
+    def _target_reached(self) -> bool:
+        return self.target.reached(self.state.step, self.state.cursor)
+
+    def _compile_shorter(self, batches: list[tuple[int, Batch | None]]) -> None:
+        """The program of the run's last, shorter shard: by the one that has it, once it is due."""
+        for _, batch in batches:
+            if batch is not None and self.programs.lacks(batch):
+                self.beat.phase("compile")
+                self.programs.compile_for(batch, self.compile)
+
+    def _sums(self, batches: list[tuple[int, Batch | None]]) -> Buffers:
+        """What the shards of all members add up to, in the order that the config asks for."""
+        stop = self.stop_requested()
+        if self.config.reduction == "fast":
+            buffers = self.programs.gradients(self.state, batches, stop=stop)
+            return self.plane.sum(buffers, ready=lambda: self.beat.phase("reduce"))
+        # Computed before the phase changes: until then a hang is this worker's own.
+        nodes = jax.block_until_ready(self.programs.nodes(self.state, batches, stop=stop))
+        self.beat.phase("reduce")
+        return tree_sum(self.plane, nodes, self.config.batch_shards)
 
     def _evaluation_due(self) -> bool:
         if self.evaluation is None or self.progress.stopping:
             return False
         step, every = self.state.step, self.config.eval.every_steps
-        due = step >= self.config.steps or (every and step % every == 0)
+        due = self._target_reached() or (every and step % every == 0)
         return bool(due) and self.progress.evaluated < step
 
     def _evaluate_part(self) -> Outcome:

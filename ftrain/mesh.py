@@ -1,4 +1,4 @@
-"""The mesh of one view, and the one collective on it: sum flat buffers over the workers.
+"""The mesh of one view, and the collectives on it, of which the first is to sum flat buffers.
 
 All that crosses workers is a flat buffer per device, `[workers, devices_per_worker, n]` on the axes
 ("worker", "device"), summed over "worker" only. With replicated parameters the device axis has size
@@ -12,7 +12,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -101,6 +101,28 @@ class DataPlane:
         """
         if len(self.workers) == 1:
             return buffers
+        return self.collect(
+            "sum", lambda parts: [jax.lax.psum(part, "worker") for part in parts], buffers, ready
+        )
+
+    def collect(
+        self,
+        name: Hashable,
+        body: Callable[[Buffers], Buffers],
+        buffers: Buffers,
+        ready: Callable[[], None] = lambda: None,
+    ) -> Buffers:
+        """What `body` makes of every member's `buffers`, on this worker's device.
+
+        Args:
+          name: of what `body` does in this view; compiled once for buffers of these shapes.
+          body: from one member's buffers to its results, of shapes (1, 1, n) both. Traced in
+            `shard_map` over the axes "worker" and "device".
+          buffers: this worker's.
+          ready: as for `sum`.
+
+        A collective, for two members or more, and it raises, as `sum`. Waits for the result.
+        """
         try:
             sharding = NamedSharding(self._mesh, P("worker", "device"))
             shards = [jax.device_put(b, self._device) for b in buffers]
@@ -110,7 +132,7 @@ class DataPlane:
                 )
                 for b in shards
             ]
-            program = self._program(joined)
+            program = self._program(name, body, joined)
             summed = self._execute(program, joined, ready)
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             # gloo surfaces as ValueError from a jitted call, as JaxRuntimeError when a group cannot
@@ -166,14 +188,12 @@ class DataPlane:
         self._end_connecting()
         raise AttemptFailedError(f"a member of {self.workers} was lost while they connected")
 
-    def _program(self, buffers: Buffers) -> jax.stages.Compiled:
-        shapes = tuple((b.shape, b.dtype) for b in buffers)
-        if shapes not in self._programs:
-            summed = jax.shard_map(
-                lambda parts: [jax.lax.psum(part, "worker") for part in parts],
-                mesh=self._mesh,
-                in_specs=P("worker", "device"),
-                out_specs=P(None, "device"),
-            )
-            self._programs[shapes] = self._compile(jax.jit(summed).lower(buffers))
-        return self._programs[shapes]
+    def _program(
+        self, name: Hashable, body: Callable[[Buffers], Buffers], buffers: Buffers
+    ) -> jax.stages.Compiled:
+        key = (name, *((b.shape, b.dtype) for b in buffers))
+        if key not in self._programs:
+            spec = P("worker", "device")
+            collected = jax.shard_map(body, mesh=self._mesh, in_specs=spec, out_specs=spec)
+            self._programs[key] = self._compile(jax.jit(collected).lower(buffers))
+        return self._programs[key]

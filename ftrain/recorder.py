@@ -32,7 +32,6 @@ class Recorder:
         self.committed = False  # whether this supervisor has seen a commit
         self.aborts = 0  # failed attempts, all
         self.aborts_in_place = 0  # failed attempts at one step with nobody dead
-        self.replicas_differ = ""  # what, once they do
         self._lineage = (0, 0)
         self._held: Record | None = None  # a line that waits for its evaluation
         self._seen: set[tuple[Any, ...]] = set()
@@ -58,6 +57,7 @@ class Recorder:
             return  # from a history that was given up, read late from a dead worker's pipe
         step = record["step"]
         digest = record["metrics"].pop("digest", None)
+        skipped = record.pop("skipped", None)
         if digest:
             self._compare(worker, (*lineage, step), digest, record["workers"])
         if lineage == self._lineage and step <= self.step:
@@ -83,6 +83,8 @@ class Recorder:
         if not eval_due:
             self._write_held({})
         self._tell("commit", line)
+        if skipped:
+            self._event("step_skipped", {**record, **skipped}, "step", "shards", "workers", "what")
 
     def _write_held(self, evaluated: dict[str, float]) -> None:
         if self._held is not None:
@@ -92,13 +94,15 @@ class Recorder:
     def _compare(
         self, worker: int, at: tuple[int, ...], digest: str, workers: Sequence[int]
     ) -> None:
-        """Holds the digests of one step, of one history, against one another."""
+        """Holds the digests of one step, of one history, against one another: for the record.
+
+        The workers do so too and act on it (`replicas`).
+        """
         seen, step = self._digests.setdefault(at, {}), at[-1]
         seen[worker] = digest
         if len(set(seen.values())) > 1:
-            self.replicas_differ = f"step {step}: " + ", ".join(
-                f"worker {w} has {d[:16]}" for w, d in sorted(seen.items())
-            )
+            if self._first("replicas_differ", at):
+                self._log("replicas_differ", step=step, digests=dict(sorted(seen.items())))
         elif set(seen) >= set(workers):
             self._log("digest_agreed", step=step, workers=sorted(seen), digest=digest)
             for old in [a for a in self._digests if a <= at]:
@@ -131,6 +135,10 @@ class Recorder:
             "seconds",
             "digest",
         )
+
+    def _on_target_known(self, worker: int, record: Record, generation: int) -> None:
+        if self._first("target_known"):
+            self._event("target_known", record, "steps", "samples", "dataset_length")
 
     def _on_checkpoint_saved(self, worker: int, record: Record, generation: int) -> None:
         self._event("checkpoint_saved", record, "step", "seconds", "tier")

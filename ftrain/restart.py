@@ -20,45 +20,62 @@ class RestartBudget:
         self._rules = rules
         self._failures: collections.Counter[int] = collections.Counter()
 
-    def delay_after_failure(self, worker: int, commits: int, cause: str) -> float:
+    def delay_after_failure(
+        self, worker: int, commits: int, cause: str, *, others_train: bool = False
+    ) -> float:
         """Seconds until `worker` may be started again; its first restart is at once.
 
         Args:
           worker: which one failed.
           commits: how many steps it had committed since it was started.
           cause: what it died of, for the message.
+          others_train: the run makes progress without it. Then a worker that has spent its budget
+            is no reason to stop: it is in quarantine, tried again after the longest wait.
 
         Raises:
-          RestartLimitError: it has failed too often in a row.
+          RestartLimitError: it has failed too often in a row, and nobody trains meanwhile, or no
+            failure was allowed at all.
         """
         if commits >= self._rules.renew_after_steps:
             self._failures[worker] = 0
         self._failures[worker] += 1
         failures = self._failures[worker]
-        if failures > self._rules.max_failures:
+        if self.in_quarantine(worker) and not (others_train and self._rules.max_failures):
             raise RestartLimitError(worker, failures, self._rules.max_failures, cause)
+        if self.in_quarantine(worker):
+            return self._rules.backoff_max_s
         if failures == 1:
             return 0.0
         return min(self._rules.backoff_s * 2 ** (failures - 2), self._rules.backoff_max_s)
 
+    def in_quarantine(self, worker: int) -> bool:
+        """Whether `worker` has failed more often in a row than it may."""
+        return self._failures[worker] > self._rules.max_failures
+
 
 class LocalErrors:
-    """Tells a worker's bad luck from a crash loop of the user's code (rule R3)."""
+    """Tells a worker's bad luck from a crash loop of the user's code (rule R3).
 
-    def __init__(self, workers: int):
-        self._workers = workers
+    Args:
+      workers: how many the run has.
+      passing_steps: errors further apart than that are not told to be one.
+    """
+
+    def __init__(self, workers: int, passing_steps: int):
+        self._workers, self._passing_steps = workers, passing_steps
         self._first: dict[str, str] = {}  # error -> first traceback
         # error -> where it came: (step, worker, attempts that the run had given up by then)
         self._came: dict[str, list[tuple[int, int, int]]] = collections.defaultdict(list)
-        self._on: dict[str, set[int]] = collections.defaultdict(set)
+        self._on: dict[str, dict[int, int]] = collections.defaultdict(dict)  # worker -> step
 
     def crash_loop(
         self, worker: int, step: int, attempt: int, error: str, traceback: str
     ) -> str | None:
         """Why the run must stop, with the first traceback last; None if the worker may try again.
 
-        It must if the same error comes again at the same step, or has come on every worker. Two
-        workers in one attempt are one time: what both met may have been passing.
+        It must if the same error comes again at the same step, or has come on every worker within
+        `passing_steps`. Two workers in one attempt are one time: what both met may have been
+        passing. So may what each met in turn over a long run, a share that is away now and then.
 
         Args:
           worker: whose error.
@@ -70,10 +87,14 @@ class LocalErrors:
         self._first.setdefault(error, traceback or error)
         again = any(step == s and (worker == w or attempt != a) for s, w, a in self._came[error])
         self._came[error].append((step, worker, attempt))
-        self._on[error].add(worker)
+        self._on[error][worker] = step
         if again:
             why = f"the same error came again at step {step}"
-        elif self._workers > 1 and len(self._on[error]) == self._workers:
+        elif (
+            1
+            < self._workers
+            == sum(abs(step - s) <= self._passing_steps for s in self._on[error].values())
+        ):
             why = f"the same error came on all {self._workers} workers"
         else:
             return None

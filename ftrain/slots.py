@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import os
+import re
 import time
 from typing import Any
 
 from ftrain.beat import Beat, Reading
 from ftrain.errors import WORKER_LOCAL_ERROR, WORKER_LOST_MEMBERSHIP, WORKER_REFUSED
 from ftrain.processes import Child, Exit
+from ftrain.stacks import crashed, read_stacks
+
+COORDINATOR = -1  # beside the ids of workers, where the coordinator is counted with them
+CRASHES = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL"})
+# The last words of C++ code that ends its process (absl's log, jaxlib 0.10.2 to 0.12.0.1).
+_FATAL = re.compile(r"^F\d{4} [^\]]*\] (.*)")
+
+# With this line a client of JAX's coordination service begins to end its process, and then writes
+# its stack, which takes up to half a second (jaxlib 0.10.2, 0.12.0.1).
+CLIENT_GAVE_UP = "JAX distributed service detected fatal errors"
+WHY_GAVE_UP = {  # by the status at the line's end
+    "DEADLINE_EXCEEDED": "its heartbeats were not answered in time",
+    "UNAVAILABLE": "it could not be reached",
+    "ABORTED": "which had not heard from it in time",
+}
 
 
 @dataclasses.dataclass
@@ -32,19 +47,52 @@ class Slot:
     refused: dict[str, Any] | None = None
     local_error: dict[str, Any] | None = None
     hung: str = ""  # why the watchdog ended it
+    fatal: str = ""  # what C++ code said as it ended the process
+    gave_up: str = ""  # what its client of the coordination service ended it with
 
     def begin(self, child: Child, beat_fd: int) -> None:
         """A new process fills the slot."""
+        if self.beat is not None:
+            self.beat.close()
         self.child, self.beat = child, Beat(beat_fd)
-        os.close(beat_fd)
         self.started_at, self.restart_at = time.monotonic(), None
         self.ready = self.going = False
-        self.commits, self.hung = 0, ""
+        self.commits = 0
+        self.hung = self.fatal = self.gave_up = ""
         self.refused = self.local_error = None
 
     def reading(self) -> Reading | None:
         """What its process is doing, or None."""
         return self.beat.read() if self.child is not None and self.beat is not None else None
+
+    def new_stacks(self) -> str:
+        """The Python stacks that its process has written since the last call."""
+        return self.beat.new_stacks() if self.beat is not None else ""
+
+    def hear(self, line: str) -> None:
+        """A line of its process's stderr."""
+        if found := _FATAL.match(line):
+            self.fatal = found[1]
+        if CLIENT_GAVE_UP in line:
+            status = line.rpartition("absl::Status: ")[2]
+            self.gave_up = WHY_GAVE_UP.get(status.partition(":")[0], status)
+
+    def take_crash(self, ended: Exit, reading: Reading | None, dump: str) -> None:
+        """A fatal signal raised by what the process itself did is an error of its own (rule R3).
+
+        C++ code that gives up, as JAX's client does without its coordinator, says so and is not
+        executing Python: that is no error of the user's code.
+        """
+        stack = crashed(read_stacks(dump))
+        if ended.signal not in CRASHES or self.hung or (stack is None and self.fatal):
+            return
+        where = f" in {stack.frames[-1].function}" if stack else ""
+        self.local_error = {
+            "step": reading.step + 1 if reading else 0,
+            "phase": reading.phase if reading else "start",
+            "error": f"{ended.signal}{where}",
+            "traceback": f"{stack}\n{ended.signal}" if stack else "",
+        }
 
     def cause(self, ended: Exit) -> str:
         """What it died of, in words."""
@@ -54,11 +102,15 @@ class Slot:
             return self.local_error["error"]
         if self.refused is not None:
             return self.refused["message"]
+        if self.gave_up:
+            return f"losing the coordinator ({self.gave_up})"
         if ended.signal is not None:
-            return ended.signal
+            said = self.fatal if ended.signal == "SIGABRT" else ""
+            return f"SIGABRT: {said}" if said else ended.signal
         known = {
             WORKER_REFUSED: "its trainer or data",
             WORKER_LOCAL_ERROR: "an error of its own",
             WORKER_LOST_MEMBERSHIP: "being declared dead",
         }
-        return known.get(ended.exit_code or 0, f"exit code {ended.exit_code}")
+        early = " before the end of the run" if ended.exit_code == 0 else ""
+        return known.get(ended.exit_code or 0, f"exit code {ended.exit_code}{early}")

@@ -181,16 +181,3 @@ def host_bytes(spec: StateSpec) -> int:
     return sum(
         int(np.prod(shape)) * dtype.itemsize for shape, dtype in map(host_shape, spec.leaves)
     )
-
-
-def digest(spec: StateSpec, step: int, cursor: int, arrays: Sequence[np.ndarray]) -> bytes:
-    """32 bytes over tree, dtypes, shapes, step, cursor and every bit of the leaves."""
-    return digest_of(spec.lines(), step, cursor, arrays)
-
-
-def digest_of(lines: Sequence[str], step: int, cursor: int, arrays: Sequence[np.ndarray]) -> bytes:
-    """`digest`, of a state whose spec is known as its `lines` only."""
-    total = hashlib.sha256(f"{fingerprint_of(lines)} {step} {cursor}".encode())
-    for array in arrays:
-        total.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-    return total.digest()

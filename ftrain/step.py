@@ -2,14 +2,16 @@
 
 Neither holds a collective. They are compiled ahead of time once per process, on its own device, and
 survive every change of the set. The gradient program is for one shard and is called once a shard,
-adding into donated buffers, so no number of shards ever compiles anything. (No loop on the device:
-XLA's CPU backend runs a convolution inside `scan` 4 to 6 times slower, jax 0.10.2.)
+adding into donated buffers, so no number of shards ever compiles anything. Where the sums are to be
+reproducible each shard gets buffers of its own, which a third, small program adds in the order of
+the tree (`tree`). (No loop on the device: XLA's CPU backend runs a convolution inside `scan` 4 to 6
+times slower, jax 0.10.2.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.extend.core
@@ -19,6 +21,15 @@ import numpy as np
 from ftrain.errors import TrainerError
 from ftrain.layout import Layout, from_words, to_words
 from ftrain.mesh import Buffers
+from ftrain.nonfinite import (
+    Nonfinite,
+    any_became_nonfinite,
+    any_nonfinite,
+    first_value,
+    flag_of,
+    kinds_of,
+)
+from ftrain.reduction import add
 from ftrain.state import (
     Committed,
     Init,
@@ -30,7 +41,11 @@ from ftrain.state import (
     spec_of,
     to_host,
 )
+from ftrain.tree import Node, Sums
 from ftrain.user_metrics import check_metrics, metric_names
+
+if TYPE_CHECKING:
+    from ftrain.data import Batch
 
 
 def state_spec(trainer: Any, seed: int) -> StateSpec:
@@ -63,11 +78,14 @@ def initial_state(trainer: Any, spec: StateSpec, seed: int) -> Committed:
 
 
 class StepPrograms:
-    """The compiled programs of a trainer, for one shape of shard.
+    """The compiled programs of a trainer, for one shape of shard and that of a shorter, last one.
 
     Args:
-      batch_shapes: the leaves of one shard's batch, `samples` long, in the tree `batch_tree`.
+      batch_shapes: the leaves of a whole shard's batch, in the tree `batch_tree`.
       table_size: floats that the float32 buffer has room for at least, see `DataPlane.gather`.
+      judged_shards: the batch's shards, if it shall be found out which of them gave values that are
+        not finite; 0: nothing is judged, and nothing is paid for it.
+      tree_shards: the shards of a step if they are summed in the order of the tree, by `nodes`.
     """
 
     def __init__(
@@ -78,33 +96,23 @@ class StepPrograms:
         batch_tree: Any,
         *,
         seed: int,
-        samples: int,
         reduce_dtype: str,
         table_size: int = 0,
+        judged_shards: int = 0,
+        tree_shards: int | None = None,
     ):
-        self._trainer, self._spec = trainer, spec
-        self._batch_tree, self._seed, self._samples = batch_tree, seed, samples
+        self._trainer, self._spec, self._tree_shards = trainer, spec, tree_shards
+        self._batch_tree, self._seed = batch_tree, seed
         self._params, self._opt, self._model = spec.split(spec.leaves)
         self._batch = list(batch_shapes)
+        self._judged_shards = judged_shards
+        self._shorter_programs: dict[int, jax.stages.Compiled] = {}  # by their shard's samples
         self._plan(reduce_dtype, table_size)
 
     # What is summed, found out by tracing the user's loss once without computing anything.
 
     def _plan(self, reduce_dtype: str, table_size: int) -> None:
-        index = jax.ShapeDtypeStruct((), jnp.int32)
-        jaxpr, out = jax.make_jaxpr(
-            lambda model, params, batch, step, shard: self._loss(params, model, batch, step, shard),
-            return_shape=True,
-        )(self._model, self._params, self._batch, index, index)
-        _, metrics, _, model = out
-        # A leaf handed back untouched stays as it is and does not travel: averaging equal copies
-        # changes the bits of most of them (facts: 64 % of elements at 12 copies).
-        returned = _origins(jaxpr.jaxpr)[len(jaxpr.jaxpr.outvars) - len(model) :]
-        taken = jaxpr.jaxpr.invars[: len(model)]
-        self._changed = [
-            i for i, (a, b) in enumerate(zip(returned, taken, strict=True)) if a is not b
-        ]
-        self.metric_names = metric_names("loss", metrics)
+        self.metric_names, self._changed = self._outputs(self._batch)
         layout = self._layout = Layout()
         self._grad_slots = [
             layout.add(
@@ -116,7 +124,42 @@ class StepPrograms:
         self._model_slots = {i: layout.add(*_travels_as(self._model[i])) for i in self._changed}
         self._scalars = layout.add((len(self.metric_names) + 2,), jnp.float32)
         self._stop = layout.add((), jnp.float32)
+        self._flags = layout.add((self._judged_shards,), jnp.float32)
         layout.reserve(table_size, jnp.float32)
+
+    def _outputs(self, batch: list[jax.ShapeDtypeStruct]) -> tuple[list[str], list[int]]:
+        """The names of the loss's metrics, and which leaves of the model state it changes."""
+        index = jax.ShapeDtypeStruct((), jnp.int32)
+        jaxpr, out = jax.make_jaxpr(
+            lambda model, params, batch, step, shard: self._loss(params, model, batch, step, shard),
+            return_shape=True,
+        )(self._model, self._params, batch, index, index)
+        _, metrics, _, model = out
+        # A leaf handed back untouched stays as it is and does not travel: averaging equal copies
+        # changes the bits of most of them (facts: 64 % of elements at 12 copies).
+        returned = _origins(jaxpr.jaxpr)[len(jaxpr.jaxpr.outvars) - len(model) :]
+        taken = jaxpr.jaxpr.invars[: len(model)]
+        changed = [i for i, (a, b) in enumerate(zip(returned, taken, strict=True)) if a is not b]
+        return metric_names("loss", metrics), changed
+
+    def check_shorter(self, samples: int) -> None:
+        """Traces the loss of the run's last, shorter shard, so that its errors come at the start.
+
+        Args:
+          samples: of that shard; 0: there is none.
+
+        Raises:
+          TrainerError: it returns other metrics or changes other model state than a whole one.
+        """
+        if not samples:
+            return
+        outputs = self._outputs([_with_samples(b, samples) for b in self._batch])
+        if outputs != (self.metric_names, self._changed):
+            raise TrainerError(
+                f"loss: for the last shard of the run, of {samples} samples instead of "
+                f"{self._batch[0].shape[0]}, it returns other metrics or changes other leaves of "
+                f"the model state: {outputs}, not {(self.metric_names, self._changed)}"
+            )
 
     def _loss(
         self,
@@ -146,7 +189,8 @@ class StepPrograms:
                 f"loss: returned {describe(value)}; it must be a float scalar, the "
                 "mean over the shard"
             )
-        weight = self._samples if out.weight is None else jax.lax.stop_gradient(out.weight)
+        samples = batch[0].shape[0]
+        weight = samples if out.weight is None else jax.lax.stop_gradient(out.weight)
         check_metrics("loss", out.metrics)
         new = list(model) if out.model_state is None else self._model_leaves(out.model_state)
         return value, dict(out.metrics), jnp.asarray(weight, jnp.float32), new
@@ -201,7 +245,23 @@ class StepPrograms:
             (self._scalars, jnp.append(weighted(scalars, self._scalars), weight)),
             (self._stop, jnp.float32(0)),
         ]
+        flag = self._flag(value, weight, grads, model, new) if self._judged_shards else 0
+        placed.append((self._flags, jnp.where(jnp.arange(self._judged_shards) == shard, flag, 0)))
         return [b + p for b, p in zip(buffers, self._layout.pack(placed), strict=True)]
+
+    def _flag(self, value: Any, weight: Any, grads: list, model: list, new: list) -> jax.Array:
+        """What of a shard is not finite. Traced; complex leaves are judged with the new state."""
+        floats = [i for i in self._model_slots if _is_mean(self._model[i])]
+        became = any_became_nonfinite([model[i] for i in floats], [new[i] for i in floats])
+        counts = weight > 0  # without weight its means may be 0 / 0, and go nowhere
+        return flag_of(
+            [
+                counts & any_nonfinite([value]),
+                any_nonfinite([weight]),
+                counts & any_nonfinite(grads),
+                counts & became,
+            ]
+        )
 
     def _empty(self, stop: Any) -> Buffers:
         """Zeros, but for the request to stop. Traced."""
@@ -214,8 +274,10 @@ class StepPrograms:
     def _update(
         self, params: list, opt: list, model: list, sums: Buffers, step: Any, cursor: Any
     ) -> tuple[list, jax.Array]:
-        """The new leaves, and loss, metrics, weight and stop as one vector. Traced."""
+        """The new leaves, and loss, metrics, weight, stop and whether it is bad. Traced."""
         take = self._layout.take
+        if self._tree_shards:
+            sums = [_one_nan(b) for b in sums]
         scalars = take(sums, self._scalars)
         weight = scalars[-1]
         divisor = jnp.where(weight > 0, weight, 1)
@@ -224,7 +286,7 @@ class StepPrograms:
             for slot in self._grad_slots
         ]
         grads = [g.astype(p.dtype) for g, p in zip(mean, self._params, strict=True)]
-        model = list(model)
+        old, model = [*params, *opt, *model], list(model)
         for i, slot in self._model_slots.items():
             model[i] = self._new_model_leaf(model[i], take(sums, slot), weight, divisor)
         state = self._spec.train_state(step, cursor, [*params, *opt, *model])
@@ -238,10 +300,15 @@ class StepPrograms:
         check_metrics("update", extra)
         self.extra_names = metric_names("update", extra, taken=self.metric_names)
         leaves = self._checked_leaves(new)
+        bad = jnp.bool_(False)
+        if self._judged_shards:
+            flagged = take(sums, self._flags).any()
+            bad = flagged | any_nonfinite([scalars[0], weight, *grads])
+            bad |= any_became_nonfinite(old, leaves)
         values = [
             scalars[:-1] / divisor,
             *(jnp.asarray(extra[n], jnp.float32).reshape(1) for n in self.extra_names),
-            jnp.stack([weight, take(sums, self._stop)]),
+            jnp.stack([weight, take(sums, self._stop), bad.astype(jnp.float32)]),
         ]
         return leaves, jnp.concatenate(values)
 
@@ -268,19 +335,36 @@ class StepPrograms:
         """Traces all programs. Python's work, which no cache saves and nobody need wait for."""
         index, buffers = jax.ShapeDtypeStruct((), jnp.int32), self._layout.shapes()
         self._lowered = (
-            jax.jit(self._shard, donate_argnums=5).lower(
-                self._params, self._model, self._batch, index, index, buffers
-            ),
+            self._lower_shard(self._batch),
             jax.jit(self._empty).lower(jax.ShapeDtypeStruct((), jnp.float32)),
             jax.jit(self._update).lower(
                 self._params, self._opt, self._model, buffers, index, index
             ),
+            *([jax.jit(_add, donate_argnums=0).lower(buffers, buffers)] * bool(self._tree_shards)),
+        )
+
+    def _lower_shard(self, batch: list[jax.ShapeDtypeStruct]) -> jax.stages.Lowered:
+        index, buffers = jax.ShapeDtypeStruct((), jnp.int32), self._layout.shapes()
+        return jax.jit(self._shard, donate_argnums=5).lower(
+            self._params, self._model, batch, index, index, buffers
         )
 
     def compile(self, compile: Callable[[Any], Any]) -> None:
         """Compiles what `lower` traced, or loads it from the compilation cache."""
-        self._shard_program, self._empty_program, self._update_program = map(compile, self._lowered)
+        programs = map(compile, self._lowered)
+        self._shard_program, self._empty_program, self._update_program, *more = programs
+        self._add_program = more[0] if more else None
         del self._lowered
+
+    def lacks(self, batch: Batch) -> bool:
+        """Whether the program for a shard of so many samples is still to be compiled."""
+        return len(batch[0]) not in (self._batch[0].shape[0], *self._shorter_programs)
+
+    def compile_for(self, batch: Batch, compile: Callable[[Any], Any]) -> None:
+        """Traces and compiles the program for a shard of so many samples."""
+        samples = len(batch[0])
+        lowered = self._lower_shard([_with_samples(b, samples) for b in self._batch])
+        self._shorter_programs[samples] = compile(lowered)
 
     @property
     def buffer_shapes(self) -> list[jax.ShapeDtypeStruct]:
@@ -288,23 +372,43 @@ class StepPrograms:
         return self._layout.shapes()
 
     def gradients(
-        self, state: Committed, shards: Sequence[tuple[int, list[np.ndarray]]], *, stop: bool
+        self, state: Committed, shards: Sequence[tuple[int, Batch | None]], *, stop: bool
     ) -> Buffers:
-        """This worker's part of a step's sums; zeros if it has no shard."""
-        params, _, model = self._spec.split(state.leaves)
+        """This worker's part of a step's sums; zeros if it has no shard, or none with samples."""
         buffers = self._empty_program(np.float32(stop))
         for shard, batch in shards:
-            buffers = self._shard_program(
-                params, model, batch, np.int32(state.step), np.int32(shard), buffers
-            )
+            buffers = self._add_shard(state, shard, batch, buffers)
         return buffers
+
+    def _add_shard(
+        self, state: Committed, shard: int, batch: Batch | None, buffers: Buffers
+    ) -> Buffers:
+        if batch is None:
+            return buffers
+        params, _, model = self._spec.split(state.leaves)
+        program = self._shorter_programs.get(len(batch[0]), self._shard_program)
+        return program(params, model, batch, np.int32(state.step), np.int32(shard), buffers)
+
+    def nodes(
+        self, state: Committed, shards: Sequence[tuple[int, Batch | None]], *, stop: bool
+    ) -> list[Buffers]:
+        """As `gradients`, but the sums of the tree's nodes that `shards` make up, in order.
+
+        Needs `tree_shards`, and a worker that has a shard: without one its `stop` is not heard. A
+        shard without samples is a leaf of the tree like the others, of zeros.
+        """
+        sums: Sums[Buffers] = Sums(self._tree_shards, self._add_program)
+        for shard, batch in shards:
+            buffers = self._empty_program(np.float32(stop and shard == shards[0][0]))
+            sums.take(Node(0, shard), self._add_shard(state, shard, batch, buffers))
+        return sums.values or [self._empty_program(np.float32(0))]
 
     def update(
         self, state: Committed, sums: Buffers, samples: int
-    ) -> tuple[Committed, dict[str, float], bool]:
-        """The next state, the step's metrics, and whether anybody was asked to stop.
+    ) -> tuple[Committed, dict[str, float], bool, Nonfinite | None]:
+        """The next state, the step's metrics, whether anybody was asked to stop, and what is bad.
 
-        Does not donate `state`: a step that fails is tried again from it.
+        Does not donate `state`: a step that fails or is skipped goes on from it.
         """
         params, opt, model = self._spec.split(state.leaves)
         leaves, vector = self._update_program(
@@ -312,11 +416,62 @@ class StepPrograms:
         )
         new_state = Committed(state.step + 1, state.cursor + samples, leaves)
         jax.block_until_ready(leaves)
-        *values, weight, stop = np.asarray(vector).tolist()
+        *values, weight, stop, bad = np.asarray(vector).tolist()
         metrics = dict(zip(("loss", *self.metric_names, *self.extra_names), values, strict=True))
         if weight == 0:
             metrics["weight"] = 0.0
-        return new_state, metrics, stop > 0
+        found = self._explain(state.leaves, leaves, sums) if bad else None
+        return new_state, metrics, stop > 0, found
+
+    def _explain(
+        self, old: Sequence[jax.Array], new: Sequence[jax.Array], sums: Buffers
+    ) -> Nonfinite:
+        """What is not finite, from values that every member has alike. Slow, and seldom needed."""
+        sums, take = [np.asarray(b) for b in sums], self._layout.take
+        scalars, flags = take(sums, self._scalars), take(sums, self._flags)
+        params, _, model = self._spec.split(self._spec.paths)
+        _, _, old_model = self._spec.split(old)
+        values = [
+            *first_value([("loss", scalars[:1], None)]),
+            *first_value([("weight", scalars[-1:], None)]),
+            *first_value(
+                (f"gradient of {path}", take(sums, slot), None)
+                for path, slot in zip(params, self._grad_slots, strict=True)
+            ),
+            *first_value(
+                (model[i], take(sums, slot), np.asarray(old_model[i]))
+                for i, slot in self._model_slots.items()
+                if _is_mean(self._model[i])
+            ),
+        ]
+        shards = {s: kinds_of(flag) for s, flag in enumerate(flags.tolist()) if flag}
+        source = "shards" if shards else "sum" if values else "update"
+        leaves = zip(self._spec.paths, new, old, strict=True)
+        return Nonfinite(
+            shards,
+            source,
+            values
+            or first_value(
+                (path, np.asarray(leaf), np.asarray(before))
+                for path, leaf, before in leaves
+                if jnp.issubdtype(leaf.dtype, jnp.inexact)
+            )
+            or ["a gradient's mean"],
+        )
+
+
+def _with_samples(leaf: jax.ShapeDtypeStruct, samples: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((samples, *leaf.shape[1:]), leaf.dtype)
+
+
+def _add(left: Buffers, right: Buffers) -> Buffers:
+    """The sum of two neighbouring nodes. Traced."""
+    return [add(a, b) for a, b in zip(left, right, strict=True)]
+
+
+def _one_nan(x: jax.Array) -> jax.Array:
+    """NaN as one pattern of bits: a sum of two may have either's, as the compiler likes. Traced."""
+    return jnp.where(jnp.isnan(x), jnp.nan, x) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def _as_loss(out: Any) -> Loss:

@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ftrain.errors import EXIT_OK, EXIT_TRY_AGAIN
+from ftrain.target import Target
 
 if TYPE_CHECKING:
     from ftrain.beat import Reading
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from ftrain.processes import Exit
     from ftrain.screen import Screen
     from ftrain.slots import Slot
+    from ftrain.stacks import Stack
 
 RATE_WINDOW_S = 10.0
 
@@ -23,8 +25,7 @@ RATE_WINDOW_S = 10.0
 class _Death:
     worker: int
     pid: int
-    cause: str
-    phase: str
+    how: str
     t: float
     told: bool = False
 
@@ -37,6 +38,8 @@ class Story:
         self._deaths: dict[int, _Death] = {}
         self._commits: collections.deque[tuple[float, int]] = collections.deque()
         self._loss = float("nan")
+        self._target: Target | None = None  # once a worker has opened the data set
+        self._last_step: int | None = None
         self._last_commit_t: float | None = None
         self._saved: int | None = None
         self._begun = self._seen_all = False
@@ -56,8 +59,10 @@ class Story:
         """A process ended that should not have. Told with the next commit, which shows its cost."""
         if slot.hung.startswith("the coordinator"):
             return
+        self._tell_before_return(self._deaths.get(slot.worker))
         phase = reading.phase if reading is not None else "start"
-        death = _Death(slot.worker, pid, cause, phase, time.time())
+        how = f"was ended, {cause}" if slot.hung else f"died of {cause} (in {phase})"
+        death = _Death(slot.worker, pid, how, time.time())
         self._deaths[slot.worker] = death
         if slot.refused is not None and not self._begun:
             death.told = True  # the run ends with that, told once for all workers
@@ -65,9 +70,26 @@ class Story:
             death.told = True
             self._screen.line(f"worker {slot.worker} (pid {pid}) ended while starting: {cause}")
 
-    def restart_in(self, slot: Slot, delay_s: float) -> None:
+    def worker_hangs(self, slot: Slot, stack: Stack | None, *, stopped: bool) -> None:
+        """The others wait for a process that makes no progress; it is about to be ended."""
+        where = (
+            "it was stopped by a signal"
+            if stopped
+            else "no Python stack could be had"
+            if stack is None
+            else f"its Python stack, most recent call last:\n{stack}"
+        )
+        self._screen.line(f"worker {slot.worker} (pid {slot.child.pid}): {slot.hung}; {where}")
+
+    def restart_in(self, slot: Slot, delay_s: float, *, quarantine: bool) -> None:
         """When a failed worker will be back."""
-        if delay_s > 0:
+        if quarantine:
+            self._screen.line(
+                f"worker {slot.worker} has failed more than max_failures="
+                f"{self._config.restart.max_failures} times in a row; the others train without "
+                f"it, and it is tried again every {delay_s:.0f} s"
+            )
+        elif delay_s > 0:
             self._screen.line(f"worker {slot.worker} failed again; starting it in {delay_s:.1f} s")
 
     def coordinator_died(self, ended: Exit) -> None:
@@ -87,7 +109,12 @@ class Story:
         if teller is not None:
             teller(fields)
 
+    def _tell_target_known(self, fields: dict[str, Any]) -> None:
+        self._target = Target(fields["steps"], fields["samples"], self._config.batch_size)
+
     def _tell_commit(self, line: dict[str, Any]) -> None:
+        if self._target is not None:
+            self._last_step = self._target.last_step(line["step"], line["samples"])
         self._loss = line["loss"]
         self._commits.append((line["t"], line["step"]))
         self._last_commit_t = line["t"]
@@ -105,13 +132,20 @@ class Story:
             death.told = True
             delay = line["t"] - death.t
             self._screen.line(
-                f"worker {death.worker} (pid {death.pid}) died of {death.cause} "
-                f"(in {death.phase}); {_ids(line['workers'], 'worker')} went on with step "
-                f"{line['step']} after {delay:.2f} s"
+                f"worker {death.worker} (pid {death.pid}) {death.how}; "
+                f"{_ids(line['workers'], 'worker')} went on with step {line['step']} "
+                f"after {delay:.2f} s"
             )
+
+    def _tell_before_return(self, death: _Death | None) -> None:
+        """Tells a death that was followed by another or by its return before any commit."""
+        if death is not None and not death.told:
+            death.told = True
+            self._screen.line(f"worker {death.worker} (pid {death.pid}) {death.how}")
 
     def _tell_state_synced(self, fields: dict[str, Any]) -> None:
         death = self._deaths.pop(fields["worker"], None)
+        self._tell_before_return(death)
         after = f" after {fields['t'] - death.t:.1f} s" if death is not None else ""
         if self._begun:
             back = "is back" if death is not None else "has joined"
@@ -119,6 +153,9 @@ class Story:
                 f"worker {fields['worker']} {back}{after}: {_size(fields['bytes'])} of state at "
                 f"step {fields['step']} from worker {fields['donor']} in {fields['seconds']:.2f} s"
             )
+
+    def _tell_step_skipped(self, fields: dict[str, Any]) -> None:
+        self._screen.line(f"step {fields['step']} skipped, the state stays: {fields['what']}")
 
     def _tell_evaluated(self, fields: dict[str, Any]) -> None:
         self._evaluated = fields["metrics"]
@@ -145,9 +182,9 @@ class Story:
 
     def tick(self, step: int, workers: list[int]) -> None:
         """Updates the status line."""
-        if not self._commits:
+        steps = self._last_step
+        if not self._commits or steps is None:
             return
-        steps = self._config.steps
         parts = [f"step {step}/{steps}", f"loss {self._loss:.4g}"]
         rate = self._steps_per_s()
         if rate:

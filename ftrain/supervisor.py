@@ -25,17 +25,16 @@ from ftrain.processes import Child, Ends, adopt_orphans, kill_strays, launch, re
 from ftrain.recorder import Recorder
 from ftrain.run_lock import RunLock
 from ftrain.screen import Screen
-from ftrain.slots import Slot
+from ftrain.slots import COORDINATOR, Slot
 from ftrain.story import Story
 from ftrain.verdict import Verdict, by_agreement, refused
-from ftrain.watchdog import find_hang
+from ftrain.warden import Warden
 from ftrain.worker_logs import Logs
 
 TICK_S = 0.1
 REFUSED_WAIT_S = 3.0  # for the other workers to say that they fail in the same way
 SURVIVORS_FIRST_S = 0.5  # how long a replacement waits for the others' next commit
 COORDINATOR_EXIT_S = 5.0  # for it to end by itself
-COORDINATOR = -1  # its id in the restart budget
 
 
 class Supervisor:
@@ -59,15 +58,18 @@ class Supervisor:
         self._logs = Logs(config.run_dir)
         self._slots = [Slot(i) for i in range(config.cluster.workers)]
         self._budget = restart.RestartBudget(config.restart)
-        self._local_errors = restart.LocalErrors(config.cluster.workers)
+        self._local_errors = restart.LocalErrors(
+            config.cluster.workers, config.restart.renew_after_steps
+        )
         self._ears = Ears()
         self._coordinator: Child | None = None
         self._template: Template | None = None
         self._address = ""
         self._generation = 0  # of coordinators
+        self._generation_step = 0  # the newest committed step when this one was started
         self._first_ready_at: float | None = None
         self._refused_at: float | None = None
-        self._hang_ended_at = 0.0
+        self._warden = Warden(self._slots, config.cluster, log, self._logs, self._story)
         self._stop_signal = ""
         self._stop_deadline = float("inf")
         self._verdict: Verdict | None = None  # once decided
@@ -130,6 +132,12 @@ class Supervisor:
 
         self._ears.watch(template, ready)
 
+    def _end_template(self) -> None:
+        if self._template.pending:
+            self._ears.forget(self._template)
+        self._template.end()
+        self._ears.hear_out(self._template.child)
+
     def _start_coordinator(self) -> None:
         workers, timeout_s = len(self._slots), self._config.cluster.heartbeat_timeout_s
         argv = [
@@ -144,7 +152,7 @@ class Supervisor:
         child = self._coordinator = Child(
             lambda ends: launch(argv, self._env, ends, [self._lock.fileno()])
         )
-        self._address = ""
+        self._address, self._generation_step = "", self._recorder.step
         self._ears.hear(child, "stdout", self._on_coordinator_line)
         self._ears.hear(child, "stderr", self._logs.coordinator)
         self._ears.watch(child.pidfd, self._on_coordinator_exit)
@@ -176,7 +184,8 @@ class Supervisor:
                 slot.hung = "the coordinator's death"
                 slot.child.kill()
         try:
-            self._budget.delay_after_failure(COORDINATOR, self._recorder.step, "the coordinator")
+            commits = self._recorder.step - self._generation_step
+            self._budget.delay_after_failure(COORDINATOR, commits, "the coordinator")
         except RestartLimitError as error:
             self._end(EXIT_GAVE_UP, str(error))
 
@@ -197,7 +206,7 @@ class Supervisor:
         if not due or not self._address:
             return
         if self._template.usable and self._template.is_stale():
-            self._template.end()
+            self._end_template()
             self._start_template()
         if not self._template.pending:
             for slot in due:
@@ -243,7 +252,7 @@ class Supervisor:
         slot.begin(child, beat_fd)
         self._coordinator.send(f"group {child.pid}")
         self._ears.hear(child, "stdout", lambda line: self._on_output(slot, line))
-        self._ears.hear(child, "stderr", lambda line: self._logs.worker(slot.worker, line))
+        self._ears.hear(child, "stderr", lambda line: self._on_stderr(slot, line))
         self._ears.hear(child, "records", lambda line: self._on_record(slot, line))
         self._ears.watch(child.pidfd, lambda: self._on_worker_exit(slot))
         self._log("worker_started", worker=slot.worker, pid=child.pid, incarnation=slot.incarnation)
@@ -254,6 +263,12 @@ class Supervisor:
         going = [s.worker for s in self._slots if s.child is not None and s.going]
         if slot.worker == min(going or [s.worker for s in self._slots if s.child is not None]):
             self._screen.line(f"[{slot.worker}] {line}")
+
+    def _on_stderr(self, slot: Slot, line: str) -> None:
+        self._logs.worker(slot.worker, line)
+        slot.hear(line)
+        if slot.gave_up and slot.child is not None:
+            slot.child.kill()  # it is ending, and the others wait for it
 
     def _on_record(self, slot: Slot, line: str) -> None:
         record = json.loads(line)
@@ -274,6 +289,8 @@ class Supervisor:
                 slot.refused = record
             case "local_error":
                 slot.local_error = record
+            case "gave_up":
+                self._end(EXIT_GAVE_UP, record["reason"])
             case kind:
                 slot.commits += kind == "commit"
                 self._recorder.take(slot.worker, record, self._generation)
@@ -307,6 +324,9 @@ class Supervisor:
         self._ears.forget(child.pidfd)
         ended = child.reap()
         slot.child = None
+        for line in (dump := slot.new_stacks()).splitlines():
+            self._logs.worker(slot.worker, line)
+        slot.take_crash(ended, reading, dump)
         cause = "the end of the run" if slot.left is not None else slot.cause(ended)
         self._log(
             "worker_exited", worker=slot.worker, pid=child.pid, **ended.fields(), reason=cause
@@ -345,13 +365,24 @@ class Supervisor:
                 self._end(EXIT_GAVE_UP, f"worker {slot.worker}: {loop}")
                 return
         try:
-            delay_s = self._budget.delay_after_failure(slot.worker, slot.commits, cause)
+            delay_s = self._budget.delay_after_failure(
+                slot.worker, slot.commits, cause, others_train=self._others_train(slot)
+            )
         except RestartLimitError as error:
-            self._end(EXIT_GAVE_UP, str(error))
+            first_cause = slot.local_error["traceback"] if slot.local_error else ""
+            self._end(EXIT_GAVE_UP, f"{error}\n{first_cause}".rstrip())
             return
         slot.died_at, slot.died_step = time.monotonic(), self._recorder.step
         slot.restart_at = slot.died_at + delay_s
-        self._story.restart_in(slot, delay_s)
+        quarantine = self._budget.in_quarantine(slot.worker)
+        if quarantine:
+            self._log("worker_quarantined", worker=slot.worker, seconds=delay_s)
+        self._story.restart_in(slot, delay_s, quarantine=quarantine)
+
+    def _others_train(self, slot: Slot) -> bool:
+        """Whether the run has gone on since this worker's last failure, and can without it."""
+        going = sum(s.going and s.child is not None for s in self._slots)
+        return going >= self._config.cluster.min_workers and self._recorder.step > slot.died_step
 
     # The clock.
 
@@ -367,51 +398,16 @@ class Supervisor:
         reap_strays(self._known_pids())
         self._start_due()
         self._let_go()
-        self._watch(now)
+        self._warden.tick(now, self._coordinator)
         self._judge(now)
         self._story.tick(
             self._recorder.step, [s.worker for s in self._slots if s.going and s.child]
         )
 
-    def _watch(self, now: float) -> None:
-        """Ends a worker that is stuck: at its start, or while the others wait for it."""
-        rules = self._config.cluster
-        for slot in self._slots:
-            reading = slot.reading()
-            if reading and reading.phase == "start" and not slot.hung:
-                seconds = now - slot.started_at
-                if seconds > rules.start_timeout_s:
-                    self._end_hung(slot, "start", seconds, "start_timeout_s")
-        readings = {
-            s.worker: s.reading() for s in self._slots if s.child and s.going and not s.hung
-        }
-        # After one is ended the others get their time anew: they may have waited only for it.
-        hang = find_hang(
-            {
-                w: r._replace(since=max(r.since, self._hang_ended_at))
-                for w, r in readings.items()
-                if r
-            },
-            now,
-            rules.hang_timeout_s,
-            stopped=[w for w in readings if self._slots[w].child.is_stopped()],
-        )
-        if hang is not None:
-            self._hang_ended_at = now
-            self._end_hung(self._slots[hang.worker], hang.phase, hang.seconds, "hang_timeout_s")
-
-    def _end_hung(self, slot: Slot, phase: str, seconds: float, rule: str) -> None:
-        self._log("hang_detected", worker=slot.worker, phase=phase, seconds=seconds)
-        limit = getattr(self._config.cluster, rule)
-        slot.hung = f"making no progress in {phase} for {seconds:.1f} s ({rule}={limit:g})"
-        slot.child.kill()
-
     def _judge(self, now: float) -> None:
         """Whether the run is over, and how."""
         alive = [s for s in self._slots if s.child is not None]
         reasons = [s.left for s in self._slots if s.left is not None]
-        if self._recorder.replicas_differ:
-            self._end(EXIT_GAVE_UP, f"replicas differ at {self._recorder.replicas_differ}")
         if self._recorder.aborts_in_place >= restart.ATTEMPTS_IN_PLACE:
             self._end(
                 EXIT_GAVE_UP,
@@ -451,5 +447,5 @@ class Supervisor:
             self._coordinator.wait(COORDINATOR_EXIT_S)
             self._coordinator.reap(kill=True)
             self._ears.hear_out(self._coordinator)
-        self._template.end()
+        self._end_template()
         kill_strays(set())

@@ -16,9 +16,11 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from ftrain.digests import Digests
 from ftrain.errors import AttemptFailedError
 from ftrain.mesh import DataPlane
-from ftrain.state import Committed, StateSpec, digest, from_host, host_bytes, host_shape, to_host
+from ftrain.replicas import check_replicas
+from ftrain.state import Committed, StateSpec, from_host, host_bytes, host_shape, to_host
 
 HEADER = struct.Struct("<qq32s")  # step, cursor, digest; zeros from who has no state
 BUCKET_WORDS = 1 << 20  # 4 MiB of uint32: beyond that more buckets, not larger ones
@@ -34,51 +36,56 @@ class Synced:
 
 
 def sync_state(
-    plane: DataPlane, spec: StateSpec, mine: Committed | None, *, donor: int, holders: Sequence[int]
+    plane: DataPlane,
+    spec: StateSpec,
+    digests: Digests,
+    mine: Committed | None,
+    *,
+    donor: int,
+    holders: Sequence[int],
 ) -> Synced:
     """Gives every member of the view the donor's committed state, checked by digest.
 
     Args:
       plane: of the settled view.
       spec: the state's; the same on every member.
+      digests: of such states.
       mine: this worker's committed state; not None on the donor and on `holders`.
       donor: the member whose state all take.
       holders: the members that say they are at the donor's step already. They contribute nothing to
         the transfer but check their own state against the donor's digest.
 
     Raises:
-      AttemptFailedError: a collective failed, or a digest does not match.
+      AttemptFailedError: a collective failed, or what was received has not the donor's digest.
+      And what `check_replicas` raises, if donor and holders differ.
 
     A collective: every member calls it, inside `live_devices`. If all are holders, only digests
     move.
     """
     workers, me = plane.workers, plane.workers[plane.rank]
-    arrays = to_host(mine.leaves) if mine is not None and (me == donor or me in holders) else None
-    own = None if arrays is None else digest(spec, mine.step, mine.cursor, arrays)
-    header = b"" if own is None else HEADER.pack(mine.step, mine.cursor, own)
+    with_state = sorted({donor, *holders})
+    header = b""
+    if me in with_state:
+        header = HEADER.pack(mine.step, mine.cursor, digests(mine))
     headers = [HEADER.unpack(row) for row in plane.gather(header, HEADER.size)]
     if header and headers[plane.rank] != HEADER.unpack(header):
         # A cancelled NCCL collective ends without an error, with garbage (jax 0.11.2): zeros in
         # place of every digest would agree with one another.
         raise AttemptFailedError(f"worker {me}'s own row did not come back from the collective")
     step, cursor, wanted = headers[workers.index(donor)]
-    for holder in holders:
-        if headers[workers.index(holder)][2] != wanted:
-            raise AttemptFailedError(
-                f"worker {holder} and worker {donor} both hold step {step} with other bits"
-            )
-    if set(holders) | {donor} >= set(workers):
+    check_replicas(me, step, {w: headers[workers.index(w)][2] for w in with_state})
+    if len(with_state) == len(workers):
         return Synced(mine, wanted.hex(), 0)
-    moved = _broadcast(plane, spec, arrays if me == donor else None)
-    if arrays is not None:
+    moved = _broadcast(plane, spec, to_host(mine.leaves) if me == donor else None)
+    if me in with_state:
         return Synced(mine, wanted.hex(), host_bytes(spec))
-    got = digest(spec, step, cursor, moved)
+    state = Committed(step, cursor, from_host(spec, moved))
+    got = digests(state)
     if got != wanted:
         raise AttemptFailedError(
             f"the state received for step {step} has digest {got.hex()[:16]}, "
             f"worker {donor} sent {wanted.hex()[:16]}"
         )
-    state = Committed(step, cursor, from_host(spec, moved))
     return Synced(state, wanted.hex(), host_bytes(spec))
 
 

@@ -21,7 +21,9 @@ class Trainer:
     """Subclass it, and `ftrain run` trains it on workers that may die.
 
     Attributes:
-      config: the resolved config, read-only; there before `__init__` runs.
+      config: the resolved config, read-only; there before `__init__` runs. With `epochs: N` its
+        `steps` is None until `dataset()` has been opened, and from `init_params` and `optimizer()`
+        on the number of steps that N epochs are.
       tx: what `optimizer()` returned; it is called once a process.
     """
 
@@ -76,5 +78,6 @@ class Trainer:
     def after_commit(self, step: int, metrics: dict[str, float], state: TrainState) -> None:
         """Reporting hook, on the lowest worker that committed; the others wait for it.
 
-        In order, at most once a step: a death between commit and hook skips it.
+        In order, at most once a step: a death between commit and hook skips it. Beside its numbers
+        `metrics` has `nonfinite`, a list, if the step was skipped for that (`on_nonfinite: skip`).
         """

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ftrain.errors import TrainerError
 
-RESERVED = frozenset("t step loss samples workers step_time_s digest weight".split())
+RESERVED = frozenset("t step loss samples workers step_time_s digest weight nonfinite".split())
 RESERVED_PREFIX = "eval_"
 
 

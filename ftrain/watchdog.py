@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from ftrain.beat import UNTIMED, WAITING, Reading
+
+CUT_OFF_S = 10.0  # in a collective with a peer that does not answer; TCP tried some six times
+COLLECTIVES = frozenset({"sync", "compare", "reduce", "evaluate"})
 
 
 class Hang(NamedTuple):
@@ -14,6 +18,7 @@ class Hang(NamedTuple):
     worker: int
     phase: str
     seconds: float
+    unreachable: tuple[int, ...] = ()  # the workers that it cannot reach, if it is ended for that
 
 
 def find_hang(
@@ -49,7 +54,7 @@ def find_hang(
     behind = [w for w in stuck if 0 <= readings[w].round < front]
     working = [w for w in stuck if readings[w].phase not in WAITING]
     colliding = sorted(
-        (w for w in stuck if readings[w].phase in ("reduce", "sync")),
+        (w for w in stuck if readings[w].phase in WAITING & COLLECTIVES),
         key=lambda w: (readings[w].step >= 0, -w),
     )
     if len(stuck) < len(readings) and not (halted or behind or working):
@@ -59,3 +64,37 @@ def find_hang(
             worker = group[0] if group is colliding else max(group, key=lambda w: stuck[w])
             return Hang(worker, readings[worker].phase, stuck[worker])
     return None
+
+
+def find_cut_off(
+    readings: Mapping[int, Reading],
+    now: float,
+    hang_timeout_s: float,
+    broken_pairs: Callable[[], Collection[tuple[int, int]]],
+) -> Hang | None:
+    """The worker to end because it and a peer, both in a collective, cannot reach one another.
+
+    Known sooner than that a collective hangs, and without it one worker after the other would be
+    ended until it is one of the two. Of all who miss somebody it is the one that misses most; then
+    those without state, then the highest: which of two is at fault cannot be seen from here.
+
+    Args:
+      readings: of the workers that take part, by id.
+      now: time.monotonic().
+      hang_timeout_s: the config's; a smaller one than `CUT_OFF_S` is kept to.
+      broken_pairs: looks for pairs of workers that cannot reach one another.
+    """
+    patience_s = min(CUT_OFF_S, hang_timeout_s)
+    waiting = {
+        w for w, r in readings.items() if r.phase in COLLECTIVES and now - r.since > patience_s
+    }
+    if len(waiting) < 2:
+        return None
+    pairs = [pair for pair in broken_pairs() if waiting.issuperset(pair)]
+    missed = Counter(worker for pair in pairs for worker in pair)
+    if not missed:
+        return None
+    worker = min(missed, key=lambda w: (-missed[w], readings[w].step >= 0, -w))
+    unreachable = sorted({w for pair in pairs if worker in pair for w in pair} - {worker})
+    reading = readings[worker]
+    return Hang(worker, reading.phase, now - reading.since, tuple(unreachable))

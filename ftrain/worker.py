@@ -25,6 +25,7 @@ from ftrain.errors import (
     CheckpointUnreadableError,
     DatasetError,
     FtrainError,
+    ReplicasDifferError,
     StateMismatchError,
     TrainerError,
 )
@@ -120,7 +121,9 @@ def start(job: Assignment, control: Control) -> NoReturn:
     keep_stdout_for_user_code()
     # Without handlers: whoever signals one worker gets what SIGKILL would give, a replacement.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    work(job, Reporter(job.records_fd), Beat(job.beat_fd), control)
+    beat = Beat(job.beat_fd)
+    beat.keep_stacks()
+    work(job, Reporter(job.records_fd), beat, control)
 
 
 def work(job: Assignment, report: Callable[..., None], beat: Beat, control: Control) -> NoReturn:
@@ -153,6 +156,8 @@ def local_error(report: Callable[..., None], beat: Beat, error: BaseException) -
     """This worker's own error: reported, and the process ends before any barrier (R3)."""
     if isinstance(error, StateMismatchError | CheckpointUnreadableError):
         refuse(report, str(error), "")  # another try would find the same
+    if isinstance(error, ReplicasDifferError):
+        report("gave_up", reason=str(error))
     reading = beat.read()
     traceback = "" if isinstance(error, FtrainError) else user_traceback(error)
     report(
@@ -230,18 +235,24 @@ def make_loop(
     from ftrain import checkpoint, runtime
     from ftrain.compile_lock import first_compiles
     from ftrain.data import ShardReader
+    from ftrain.digests import Digests
     from ftrain.loop import StepLoop
     from ftrain.membership import Members
+    from ftrain.target import target_of
 
+    target = target_of(config, source.length)
+    report("target_known", steps=target.steps, samples=target.samples, dataset_length=source.length)
     spec, programs, evaluation = trace(trainer, config, source, eval_source, runtime.compile_shared)
-    programs.lower()
+    digests = Digests(spec)
+    for traced in (programs, digests):
+        traced.lower()
     with first_compiles(cache):
-        programs.compile(runtime.compile_shared)
+        for traced in (programs, digests):
+            traced.compile(runtime.compile_shared)
     members = Members(started, report, lambda error: local_error(report, beat, error))
     members.publish_spec(spec.fingerprint(), spec.lines())
     saver = checkpoint.Saver(
         config.run_dir,
-        worker=job.worker,
         keep=config.checkpoint.keep,
         dataset_length=source.length,
         report=report,
@@ -251,12 +262,13 @@ def make_loop(
         from ftrain.step import initial_state
 
         restored = checkpoint.restore_newest(
-            config.run_dir, spec, worker=job.worker, dataset_length=source.length, report=report
+            config.run_dir, spec, dataset_length=source.length, report=report
         )
         if restored is None:
             with runtime.shares_compile_cache():
                 return initial_state(trainer, spec, config.seed)
         saver.already_durable(restored.step)
+        programs.check_shorter(target.shorter_shard(restored.cursor, config.batch_shards))
         return restored
 
     reader = ShardReader(
@@ -267,14 +279,17 @@ def make_loop(
         batch_shards=config.batch_shards,
         prefetch_steps=config.data.prefetch_steps,
         threads=config.data.threads,
+        end=target.samples,
     )
     runtime.freeze_heap()
     return StepLoop(
         trainer,
         config,
+        target,
         members,
         spec,
         programs,
+        digests,
         reader,
         evaluation,
         saver,
@@ -290,24 +305,33 @@ def make_loop(
 def trace(
     trainer: Any, config: Config, source: Any, eval_source: Any, compile: Callable[[Any], Any]
 ) -> tuple[Any, Any, Any]:
-    """The state's spec and the programs, from shapes alone. Checks every rule of the API."""
+    """The state's spec and the programs, from shapes alone. Checks every rule of the API.
+
+    From here on the trainer's config has the number of steps, also where epochs were asked for.
+    """
     from ftrain.evaluation import Evaluation
     from ftrain.step import StepPrograms, state_spec
     from ftrain.sync import HEADER
+    from ftrain.target import target_of
 
+    target = target_of(config, source.length)
+    trainer.config = config.model_copy(update={"steps": target.steps})
     trainer.tx = trainer.optimizer()
     spec = state_spec(trainer, config.seed)
-    samples = config.batch_size // config.batch_shards
     programs = StepPrograms(
         trainer,
         spec,
-        source.shapes(samples),
+        source.shapes(config.batch_size // config.batch_shards),
         source.treedef,
         seed=config.seed,
-        samples=samples,
         reduce_dtype=config.reduce_dtype,
-        table_size=config.cluster.workers * HEADER.size,
+        judged_shards=0 if config.on_nonfinite == "ignore" else config.batch_shards,
+        # Room for as many workers as there may be, not as there are: nothing about the programs,
+        # and so no bit of what they compute, may depend on the number of workers.
+        table_size=config.batch_shards * HEADER.size,
+        tree_shards=config.batch_shards if config.reduction == "reproducible" else None,
     )
+    programs.check_shorter(target.shorter_shard(0, config.batch_shards))
     evaluation = (
         None
         if eval_source is None
@@ -317,6 +341,7 @@ def trace(
             eval_source,
             batch_size=config.batch_size,
             batch_shards=config.batch_shards,
+            reduction=config.reduction,
             compile=compile,
         )
     )

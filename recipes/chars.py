@@ -61,10 +61,7 @@ class CharsTrainer(ftrain.Trainer):
         self.length, self.dropout = length, dropout
         self.dtype = jnp.dtype(dtype)  # of the computation; parameters and their sums are float32
         self.training_text, self.held_out_text = load_text()
-        steps = self.config.steps
-        self.schedule = optax.warmup_cosine_decay_schedule(
-            init_value=0.0, peak_value=learning_rate, warmup_steps=steps // 10, decay_steps=steps
-        )
+        self.learning_rate = learning_rate
 
     def dataset(self) -> Windows:
         return Windows(self.training_text, self.length)
@@ -101,6 +98,13 @@ class CharsTrainer(ftrain.Trainer):
         return ftrain.Loss(loss, {"bits": loss / np.log(2)}, weight=tokens)
 
     def optimizer(self) -> optax.GradientTransformation:
+        steps = self.config.steps  # with `epochs` known by now: the data set has been opened
+        self.schedule = optax.warmup_cosine_decay_schedule(
+            init_value=0.0,
+            peak_value=self.learning_rate,
+            warmup_steps=steps // 10,
+            decay_steps=steps,
+        )
         return optax.chain(
             optax.clip_by_global_norm(1.0), optax.adamw(self.schedule, weight_decay=0.1)
         )

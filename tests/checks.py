@@ -13,6 +13,20 @@ def check_each_step_once(run: Run, last: int, first: int = 1) -> None:
     assert all(r["samples"] == r["step"] * size for r in rows)
 
 
+def check_history(run: Run) -> None:
+    """Steps count up by one; where they do not, a checkpoint was restored and the lines say so."""
+    rows = run.metrics()
+    size = run.events("run_started")[-1]["config"]["batch_size"]
+    assert all(r["samples"] == r["step"] * size for r in rows)
+    assert rows[0]["step"] == 1
+    highest, restored = 1, {e["step"] for e in run.events("checkpoint_restored")} | {0}
+    for before, after in zip(rows, rows[1:], strict=False):
+        if after["step"] != before["step"] + 1:
+            assert after["step"] - 1 in restored, f"{before} is followed by {after}"
+        assert after.get("rewound", False) == (after["step"] <= highest)
+        highest = max(highest, after["step"])
+
+
 def check_replicas_agree(run: Run) -> None:
     """Every digest that was due was reported alike by every worker that committed the step."""
     due = {r["step"]: r for r in run.metrics() if "digest" in r}

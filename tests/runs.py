@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,13 @@ class Run:
         command: str = "run",
         cwd: Path = REPOSITORY,
         env: dict[str, str] | None = None,
+        prefix: Sequence[str] = (),
     ):
         self.run_dir = run_dir
+        self._read: dict[str, tuple[list[dict[str, Any]], int]] = {}
         self.output_file = run_dir.parent / f"{run_dir.name}.out"
-        argv = [sys.executable, "-m", "ftrain.cli", command, str(config), "--run-dir", str(run_dir)]
+        argv = [*prefix, sys.executable, "-m", "ftrain.cli", command, str(config)]
+        argv += ["--run-dir", str(run_dir)]
         for item in sets:
             argv += ["--set", item]
         with open(self.output_file, "ab") as out:
@@ -61,13 +64,17 @@ class Run:
         return self.output_file.read_text()
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        """The whole lines of a record file so far."""
+        """The whole lines of a record file so far. Each is read once."""
         path = self.run_dir / name
-        if not path.exists():
-            return []
-        return [
-            json.loads(line) for line in path.read_text().splitlines(True) if line.endswith("\n")
-        ]
+        if path.exists():
+            rows, start = self._read.get(name, ([], 0))
+            with open(path, "rb") as file:
+                file.seek(start)
+                new = file.read()
+            whole = new[: new.rfind(b"\n") + 1]
+            rows += map(json.loads, whole.splitlines())
+            self._read[name] = rows, start + len(whole)
+        return self._read.get(name, ([], 0))[0][:]
 
     def events(self, *names: str) -> list[dict[str, Any]]:
         """Its events so far, of those names or of all."""
@@ -97,6 +104,11 @@ class Run:
         """Waits until `step` is committed."""
         self.wait_until(f"step {step}", lambda: any(m["step"] >= step for m in self.metrics()))
 
+    def wait_for_steps(self, steps: int) -> None:
+        """Waits until so many more are committed."""
+        seen = len(self.metrics())
+        self.wait_until(f"{steps} more steps", lambda: len(self.metrics()) >= seen + steps)
+
     def wait_for_event(self, name: str, after: int = 0, **fields: Any) -> dict[str, Any]:
         """Waits for the next event of that name and those fields, beyond the first `after`."""
 
@@ -124,6 +136,15 @@ class Run:
             os.kill(pid, number)
         return t
 
+    @staticmethod
+    def signal_pid(pid: int, number: int) -> None:
+        """Signals a process that a test has read from the records."""
+        os.kill(pid, number)
+
+    def is_stuck(self, quiet_s: float = 0.5) -> bool:
+        """Whether no step has been committed for so long."""
+        return time.time() - self.metrics()[-1]["t"] > quiet_s
+
     def wait_back(self, worker: int, after: int) -> dict[str, Any]:
         """Waits until a worker that was ended takes part again."""
         return self.wait_for_event("state_synced", after=after, worker=worker)
@@ -134,6 +155,13 @@ class Run:
             return self.process.wait(deadline_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"not finished within {deadline_s} s\n{self.output}") from None
+
+    def wait_gone(self, deadline_s: float) -> None:
+        """Waits until no process that it recorded is left."""
+        end = time.monotonic() + deadline_s
+        while self.processes():
+            assert time.monotonic() < end, f"{self.processes()} are left after {deadline_s} s"
+            time.sleep(0.02)
 
     def processes(self) -> list[int]:
         """The processes it recorded that are still there (not counting zombies of others)."""

@@ -44,7 +44,6 @@ def write(run_dir: Path, spec: StateSpec, state: Committed) -> None:
         spec,
         state,
         to_host(state.leaves),
-        worker=0,
         dataset_length=LENGTH,
     )
 
@@ -66,9 +65,7 @@ def restore(
     dataset_length: int = LENGTH,
     report: Callable[..., None] = lambda name, **fields: None,
 ) -> Committed | None:
-    return restore_newest(
-        str(run_dir), spec, worker=0, dataset_length=dataset_length, report=report
-    )
+    return restore_newest(str(run_dir), spec, dataset_length=dataset_length, report=report)
 
 
 def same_bits(a: Committed | None, b: Committed) -> bool:
@@ -422,7 +419,7 @@ def test_another_length_of_the_data_set_is_refused(run_dir):
 
 
 def saver(run_dir: Path, report: Reports, keep: int = 3) -> Saver:
-    return Saver(str(run_dir), worker=0, keep=keep, dataset_length=LENGTH, report=report)
+    return Saver(str(run_dir), keep=keep, dataset_length=LENGTH, report=report)
 
 
 def wait_settled(saving: Saver, step: int) -> None:

@@ -298,14 +298,14 @@ def test_a_batch_at_that_returns_too_few_samples_is_refused():
 # The reader.
 
 
-def reader(dataset: Any, *, prefetch_steps: int = 1, threads: int = 1) -> ShardReader:
-    """Steps of 6 samples in 3 shards, in order."""
+def reader(
+    dataset: Any, *, prefetch_steps: int = 1, threads: int = 1, **options: int
+) -> ShardReader:
+    """Steps of 6 samples in 3 shards, in order, or as `options` say."""
     return ShardReader(
         Source(dataset, "dataset()"),
         seed=0,
-        shuffle=False,
-        batch_size=6,
-        batch_shards=3,
+        **{"shuffle": False, "batch_size": 6, "batch_shards": 3, **options},
         prefetch_steps=prefetch_steps,
         threads=threads,
     )
@@ -444,6 +444,42 @@ def test_reading_goes_on_behind_the_caller_s_back():
         assert values(own.shards(0, [0])) == {0: [0, 1]}
     finally:
         data.gate.set()
+
+
+def test_samples_are_named_by_cursor_and_by_index_of_the_data_set():
+    """What a user looks up: the index is the data set's in whatever epoch, shuffled or not."""
+    assert reader(Recording(100)).name(198, 2) == "2 samples from cursor 202 on, 2 3 of dataset()"
+    shuffled = reader(Recording(100), shuffle=True)
+    read = values(shuffled.shards(198, [2]))[2]
+    first, second = (int(index) % 100 for index in read)
+    assert shuffled.name(198, 2).endswith(f", {first} {second} of dataset()")
+    many = reader(Recording(100), batch_size=30, batch_shards=3).name(0, 1)
+    assert many == "10 samples from cursor 10 on, 10 11 12 13 14 15 16 17 ... of dataset()"
+
+
+# The end of a run.
+
+
+def test_the_last_batch_is_whole_shards_and_one_shorter_one():
+    """The run ends at cursor 15; of the six samples from 12 on there are three."""
+    got = reader(Recording(100), end=15).shards(12, [0, 1, 2])
+    assert [shard for shard, _ in got] == [0, 1, 2]
+    assert [None if batch is None else batch[0].tolist() for _, batch in got] == [
+        [12, 13],
+        [14],
+        None,
+    ]
+
+
+def test_nothing_is_read_beyond_the_end_of_a_run():
+    """Neither for its last step nor ahead of it."""
+    data = Recording(100)
+    own = reader(data, end=9, prefetch_steps=3)
+    data.read.clear()
+    own.shards(0, [0, 1, 2])
+    own.shards(6, [0, 1, 2])
+    own._pool.shutdown()
+    assert data.read == list(range(9))
 
 
 # Who has which shard.

@@ -166,6 +166,17 @@ def test_workers_that_share_a_gpu_are_as_on_hosts_of_their_own():
     assert [o.get("NCCL_HOSTID") for o in own] == ["ftrain-0", "ftrain-1", None]
 
 
+def test_a_reproducible_gpu_worker_does_not_choose_kernels_by_timing_them():
+    """Two processes could choose differently; the user's own choice against it is refused."""
+    given = config().model_copy(update={"reduction": "reproducible"})
+    flags = worker_environment(given, "gpu", {})["XLA_FLAGS"].split()
+    assert {"--xla_gpu_deterministic_ops=true", "--xla_gpu_autotune_level=0"} <= set(flags)
+    with pytest.raises(ConfigError, match="--xla_gpu_autotune_level=4, ftrain needs 0"):
+        worker_environment(given, "gpu", {"XLA_FLAGS": "--xla_gpu_autotune_level=4"})
+    free = worker_environment(config(), "gpu", {"XLA_FLAGS": "--xla_gpu_autotune_level=4"})
+    assert "--xla_gpu_autotune_level=4" in free["XLA_FLAGS"]
+
+
 def gpus_of_workers(given: dict[str, str]) -> list[str]:
     """What each of two workers sees."""
     env = worker_environment(config(), "gpu", given)

@@ -23,17 +23,21 @@ MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__i
 # From the ground up: a module imports only from layers before its own.
 LAYERS = [
     # Words that all use, and pure functions.
+    ["stacks"],
     [
         "errors",
         "beat",
         "order",
-        "communicators",
+        "tcp_sockets",
         "compile_lock",
         "processes",
         "screen",
+        "tree",
         "worker_logs",
     ],
     [
+        "communicators",
+        "reachability",
         "yaml_lines",
         "events",
         "restart",
@@ -45,6 +49,7 @@ LAYERS = [
         "data",
         "user_metrics",
         "layout",
+        "nonfinite",
         "mesh",
         "runtime",
         "coordinator",
@@ -52,13 +57,16 @@ LAYERS = [
         "forking",
         "ears",
         "verdict",
+        "target",
     ],
+    ["reduction", "digests", "replicas"],
+    ["sync"],
     [
         "config",
         "recorder",
         "story",
+        "warden",
         "trainer",
-        "sync",
         "step",
         "checkpoint",
         "evaluation",
@@ -73,7 +81,7 @@ PROCESS_SIDE = set(
     """
     cli supervisor restart recorder story screen slots processes run_lock watchdog events config
     errors yaml_lines environment user_code beat versions worker_logs forking ears
-    verdict
+    verdict stacks warden target
 """.split()
 )
 DEVICE_PACKAGES = {"jax", "jaxlib", "flax", "optax"}

@@ -92,7 +92,7 @@ class Driven:
     def step(self) -> dict[str, float]:
         shards = self.reader.shards(self.state.cursor, range(self.config.batch_shards))
         sums = self.programs.gradients(self.state, shards, stop=False)
-        self.state, metrics, _ = self.programs.update(self.state, sums, self.config.batch_size)
+        self.state, metrics, *_ = self.programs.update(self.state, sums, self.config.batch_size)
         return metrics
 
     def evaluate(self) -> tuple[dict[str, float], float]:

@@ -56,9 +56,10 @@ def test_workers_have_budgets_of_their_own():
 
 
 def test_without_any_failures_allowed_the_first_ends_the_run():
-    """max_failures=0."""
+    """max_failures=0, whatever the others do."""
+    budget = RestartBudget(RULES.model_copy(update={"max_failures": 0}))
     with pytest.raises(RestartLimitError):
-        delays(RestartBudget(RULES.model_copy(update={"max_failures": 0})), 0)
+        budget.delay_after_failure(0, 0, "SIGKILL", others_train=True)
 
 
 def test_many_failures_do_not_overflow_the_wait():
@@ -72,34 +73,55 @@ def test_many_failures_do_not_overflow_the_wait():
 
 def test_one_error_is_bad_luck():
     """The worker may try again."""
-    assert LocalErrors(4).crash_loop(0, 7, 0, "OSError: disk", "Traceback 0") is None
+    assert LocalErrors(4, 10).crash_loop(0, 7, 0, "OSError: disk", "Traceback 0") is None
 
 
 def test_the_same_error_at_another_step_is_bad_luck_too():
     """A flaky disk, twice on one worker."""
-    errors = LocalErrors(4)
+    errors = LocalErrors(4, 10)
     errors.crash_loop(0, 7, 0, "OSError: disk", "")
     assert errors.crash_loop(0, 8, 0, "OSError: disk", "") is None
 
 
 def test_another_error_at_the_same_step_is_bad_luck_too():
     """Only the same error again is told from chance."""
-    errors = LocalErrors(4)
+    errors = LocalErrors(4, 10)
     errors.crash_loop(0, 7, 0, "OSError: disk", "")
     assert errors.crash_loop(1, 7, 0, "ValueError: bad", "") is None
 
 
 def test_the_same_error_again_at_the_same_step_is_a_crash_loop():
     """A bad record: whoever reads it fails. The first traceback comes with it."""
-    errors = LocalErrors(4)
+    errors = LocalErrors(4, 10)
     errors.crash_loop(0, 7, 0, "ValueError: bad", "Traceback of worker 0")
     why = errors.crash_loop(2, 7, 1, "ValueError: bad", "Traceback of worker 2")
     assert why == ("the same error came again at step 7; the first was\nTraceback of worker 0")
 
 
+def test_a_worker_over_its_budget_is_in_quarantine_while_the_others_train():
+    """Not a reason to stop them: it is tried again after the longest wait."""
+    budget = RestartBudget(RULES)
+    delays(budget, 0, 0, 0, 0, 0, worker=3)
+    assert not budget.in_quarantine(3)
+    for _ in range(3):
+        assert budget.delay_after_failure(3, 0, "SIGSEGV", others_train=True) == 3.0
+        assert budget.in_quarantine(3)
+    with pytest.raises(RestartLimitError):
+        budget.delay_after_failure(3, 0, "SIGSEGV", others_train=False)
+
+
+def test_a_worker_leaves_quarantine_with_enough_commits():
+    """Whatever it was has passed."""
+    budget = RestartBudget(RULES)
+    delays(budget, 0, 0, 0, 0, 0, worker=3)
+    budget.delay_after_failure(3, 0, "SIGSEGV", others_train=True)
+    assert budget.delay_after_failure(3, 10, "SIGKILL", others_train=True) == 0
+    assert not budget.in_quarantine(3)
+
+
 def test_the_same_error_on_every_worker_is_a_crash_loop():
-    """Whatever the step."""
-    errors = LocalErrors(3)
+    """At steps that are near one another."""
+    errors = LocalErrors(3, 10)
     assert errors.crash_loop(0, 1, 0, "E", "first") is None
     assert errors.crash_loop(1, 2, 0, "E", "second") is None
     assert errors.crash_loop(2, 3, 0, "E", "third") == (
@@ -107,16 +129,23 @@ def test_the_same_error_on_every_worker_is_a_crash_loop():
     )
 
 
+def test_the_same_error_on_every_worker_far_apart_is_bad_luck():
+    """A share that was away for a moment, three times in a long run."""
+    errors = LocalErrors(3, 10)
+    for worker, step in ((0, 1), (1, 20), (2, 40)):
+        assert errors.crash_loop(worker, step, step, "OSError: share", "") is None
+
+
 def test_a_single_worker_may_fail_once():
     """It is every worker there is, and still deserves its second try."""
-    errors = LocalErrors(1)
+    errors = LocalErrors(1, 10)
     assert errors.crash_loop(0, 1, 0, "E", "") is None
     assert "again at step 1" in errors.crash_loop(0, 1, 0, "E", "")
 
 
 def test_an_error_without_traceback_is_told_by_its_message():
     """ftrain's own errors come without one."""
-    errors = LocalErrors(2)
+    errors = LocalErrors(2, 10)
     errors.crash_loop(0, 1, 0, "DatasetError: sample 3", "")
     assert errors.crash_loop(0, 1, 0, "DatasetError: sample 3", "").endswith(
         "DatasetError: sample 3"
@@ -125,7 +154,7 @@ def test_an_error_without_traceback_is_told_by_its_message():
 
 def test_two_workers_in_one_attempt_may_have_met_something_passing():
     """A share that was away for a second: both are replaced, and the step is tried again."""
-    errors = LocalErrors(4)
+    errors = LocalErrors(4, 10)
     errors.crash_loop(0, 7, 3, "OSError: share", "")
     assert errors.crash_loop(1, 7, 3, "OSError: share", "") is None
     assert "again at step 7" in errors.crash_loop(2, 7, 4, "OSError: share", "")

@@ -1,4 +1,4 @@
-"""The committed state in flat form: paths, bits on the host and back, and the digest over all."""
+"""The committed state in flat form: paths, bits on the host and back."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import settings
 
 from ftrain.state import (
     Committed,
     StateSpec,
     TrainState,
     describe,
-    digest,
     from_host,
     host_bytes,
     host_shape,
@@ -173,62 +171,3 @@ def test_host_shapes_are_those_that_to_host_gives():
     arrays = to_host(state.leaves)
     assert [host_shape(leaf) for leaf in spec.leaves] == [(a.shape, a.dtype) for a in arrays]
     assert host_bytes(spec) == sum(a.nbytes for a in arrays)
-
-
-# The digest.
-
-
-def test_equal_states_have_equal_digests():
-    """Held by two workers, in memory of their own."""
-    spec, state = state_of(EVERY_KIND)
-    copy = [np.array(a) for a in to_host(state.leaves)]
-    assert digest(spec, 3, 12, copy) == digest(spec, 3, 12, to_host(state.leaves))
-    assert len(digest(spec, 3, 12, copy)) == 32
-
-
-@QUICK
-@given(st.data())
-def test_any_flipped_bit_changes_the_digest(data):
-    """One bit of one leaf of any dtype."""
-    spec, state = state_of(EVERY_KIND)
-    arrays = [np.array(a) for a in to_host(state.leaves)]
-    before = digest(spec, 3, 12, arrays)
-    chosen = data.draw(st.sampled_from([i for i, a in enumerate(arrays) if a.size]))
-    flat = arrays[chosen].reshape(-1).view(np.uint8).copy()
-    flat[data.draw(st.integers(0, flat.size - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    arrays[chosen] = flat.view(arrays[chosen].dtype).reshape(arrays[chosen].shape)
-    assert digest(spec, 3, 12, arrays) != before
-
-
-def test_negative_zero_has_another_digest_than_zero():
-    """Equal as numbers, and replicas that differ all the same."""
-    digests = set()
-    for zero in (0.0, -0.0):
-        spec, state = state_of({"w": jnp.full(3, zero)})
-        digests.add(digest(spec, 3, 12, to_host(state.leaves)))
-    assert len(digests) == 2
-
-
-@pytest.mark.parametrize("place", [(4, 12), (3, 13), (12, 3), (31, 2)])
-def test_step_and_cursor_change_the_digest(place):
-    """Equal leaves at another place in the run are another state; 3, 12 is not 31, 2."""
-    spec, state = state_of({"w": jnp.ones(3)})
-    arrays = to_host(state.leaves)
-    assert digest(spec, *place, arrays) != digest(spec, 3, 12, arrays)
-
-
-def test_the_tree_changes_the_digest():
-    """The same bytes under another name, in another shape or dtype."""
-    ones = jnp.ones(4)
-    trees = [
-        {"w": ones},
-        {"v": ones},
-        {"w": ones.reshape(2, 2)},
-        {"w": jax.lax.bitcast_convert_type(ones, jnp.int32)},
-        {"a": ones[:2], "b": ones[2:]},
-    ]
-    digests = set()
-    for tree in trees:
-        spec, state = state_of(tree)
-        digests.add(digest(spec, 3, 12, to_host(state.leaves)))
-    assert len(digests) == len(trees)

@@ -67,7 +67,7 @@ def traced(
     *,
     reduce_dtype: str = "float32",
     seed: int = SEED,
-    table_size: int = 0,
+    **options: int,
 ) -> tuple[StateSpec, StepPrograms]:
     """What every start does with a trainer before it compiles anything."""
     trainer.tx = trainer.optimizer()
@@ -78,9 +78,8 @@ def traced(
         source.shapes(SIZE),
         source.treedef,
         seed=seed,
-        samples=SIZE,
         reduce_dtype=reduce_dtype,
-        table_size=table_size,
+        **options,
     )
 
 
@@ -118,7 +117,7 @@ class Steps:
         stop: Sequence[int] = (),
     ) -> tuple[Committed, dict[str, float], bool]:
         state = state or self.first
-        return self.programs.update(state, self.sums(state, split, stop), SHARDS * SIZE)
+        return self.programs.update(state, self.sums(state, split, stop), SHARDS * SIZE)[:3]
 
     def trees(self, state: Committed) -> tuple[Any, Any, Any]:
         return self.spec.trees(state.leaves)
@@ -695,7 +694,18 @@ def test_a_loss_that_forgets_to_return_is_refused():
 
 @pytest.mark.parametrize(
     "name",
-    ["t", "step", "loss", "samples", "workers", "step_time_s", "digest", "weight", "eval_accuracy"],
+    [
+        "t",
+        "step",
+        "loss",
+        "samples",
+        "workers",
+        "step_time_s",
+        "digest",
+        "weight",
+        "nonfinite",
+        "eval_accuracy",
+    ],
 )
 @pytest.mark.parametrize("where", ["loss", "update"])
 def test_reserved_metric_names_are_refused(where, name):

@@ -18,9 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftrain import sync
-from ftrain.errors import AttemptFailedError
+from ftrain.digests import Digests, digest_of
+from ftrain.errors import AttemptFailedError, ReplicaDivergedError, ReplicasDifferError
 from ftrain.mesh import DataPlane
-from ftrain.state import Committed, StateSpec, digest, host_bytes, spec_of, to_host
+from ftrain.state import Committed, StateSpec, host_bytes, spec_of, to_host
 from ftrain.sync import BUCKET_WORDS, HEADER, Synced, _bucket_words, _cut, _join, sync_state
 from tests.test_state import EVERY_KIND, bits_of, state_of
 
@@ -78,13 +79,16 @@ def synced(
     """What `sync_state` gives each worker, or raises there; and the size of each sum."""
     meeting = Meeting(list(states), spoil)
     results: dict[int, Any] = {}
+    digests = Digests(spec)
+    digests.lower()
+    digests.compile(lambda lowered: lowered.compile())
 
     def work(rank: int, worker: int) -> None:
         try:
             results[worker] = sync_state(
-                Plane(meeting, rank), spec, states[worker], donor=donor, holders=holders
+                Plane(meeting, rank), spec, digests, states[worker], donor=donor, holders=holders
             )
-        except AttemptFailedError as error:
+        except (AttemptFailedError, ReplicaDivergedError, ReplicasDifferError) as error:
             results[worker] = error
 
     threads = [threading.Thread(target=work, args=item) for item in enumerate(states)]
@@ -223,7 +227,7 @@ def test_everybody_learns_the_same_digest_and_size():
     """That of the donor's state, as it is written into the records."""
     spec, state = state_of(EVERY_KIND)
     results, _ = synced({0: state, 1: None}, spec, donor=0, holders=[0])
-    wanted = digest(spec, state.step, state.cursor, to_host(state.leaves)).hex()
+    wanted = digest_of(spec.lines(), state.step, state.cursor, to_host(state.leaves)).hex()
     assert {(r.digest, r.bytes_moved) for r in results.values()} == {(wanted, host_bytes(spec))}
 
 
@@ -282,7 +286,7 @@ def test_a_bit_lost_on_the_way_fails_the_attempt(monkeypatch, where):
 def test_a_digest_lost_on_the_way_fails_the_attempt():
     """The words that carry the digest are checked as much as those it is about."""
     spec, state = state_of({"w": jnp.arange(60.0)})
-    assert digest(spec, 3, 12, to_host(state.leaves))[-1] < 255  # and so has a successor
+    assert digest_of(spec.lines(), 3, 12, to_host(state.leaves))[-1] < 255  # and so has a successor
 
     def spoil(call: int, words: np.ndarray) -> None:
         words[HEADER.size - 1] += call == 1  # a byte of the donor's digest
@@ -292,7 +296,7 @@ def test_a_digest_lost_on_the_way_fails_the_attempt():
 
 
 @pytest.mark.parametrize("differs", ["a bit", "the cursor"])
-def test_a_holder_with_other_bits_fails_the_attempt_everywhere(differs):
+def test_two_holders_with_other_bits_stop_the_run(differs):
     """Two who say they are at one step and are not: nobody takes either for the truth."""
     spec, state = state_of({"w": jnp.zeros(3)})
     other = (
@@ -301,6 +305,14 @@ def test_a_holder_with_other_bits_fails_the_attempt_everywhere(differs):
         else (state._replace(cursor=state.cursor + 1))
     )
     results, _ = synced({0: state, 1: other, 2: None}, spec, donor=0, holders=[0, 1])
-    assert {str(r) for r in results.values()} == {
-        "worker 1 and worker 0 both hold step 3 with other bits"
-    }
+    assert {type(r) for r in results.values()} == {ReplicasDifferError}
+    assert "replicas differ at step 3" in str(results[2])
+
+
+def test_of_three_the_one_with_other_bits_leaves_and_the_others_try_again():
+    """Also if it is the donor: its state is not that of most."""
+    spec, state = state_of({"w": jnp.zeros(3)})
+    other = state._replace(leaves=[-state.leaves[0]])
+    results, _ = synced({0: other, 1: state, 2: state}, spec, donor=0, holders=[0, 1, 2])
+    assert isinstance(results[0], ReplicaDivergedError)
+    assert {type(results[w]) for w in (1, 2)} == {AttemptFailedError}

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from ftrain.beat import PHASES, UNTIMED, WAITING, Beat, Reading
-from ftrain.watchdog import Hang, find_hang
+from ftrain.watchdog import CUT_OFF_S, Hang, find_cut_off, find_hang
 
 NOW, TIMEOUT_S = 1000.0, 60.0
 LONG, SHORT = 61.0, 59.0
@@ -125,3 +125,50 @@ def test_a_stopped_process_is_the_culprit_among_equals():
     hang = find_hang(readings, NOW, TIMEOUT_S, stopped=[1])
     assert hang is not None and hang.worker == 1
     assert find_hang({1: worker("reduce", SHORT)}, NOW, TIMEOUT_S, stopped=[1]) is None
+
+
+def cut_off(pairs: set[tuple[int, int]], *readings: Reading, timeout_s: float = TIMEOUT_S):
+    """The verdict on workers of which those pairs cannot reach one another."""
+    return find_cut_off(dict(enumerate(readings)), NOW, timeout_s, lambda: pairs)
+
+
+@pytest.mark.parametrize("phase", ["reduce", "sync", "evaluate"])
+def test_of_a_pair_that_is_cut_the_higher_is_ended_and_named_with_the_other(phase):
+    """And not worker 3, who waits in the same collective."""
+    waiting = [worker(phase, CUT_OFF_S + 1)] * 4
+    assert cut_off({(1, 2)}, *waiting) == Hang(2, phase, CUT_OFF_S + 1, (1,))
+
+
+def test_of_a_pair_that_is_cut_the_one_without_state_is_ended():
+    """Worker 0 has just come; its death costs nothing."""
+    readings = [worker("sync", step=-1), worker("sync")]
+    assert cut_off({(0, 1)}, *readings).worker == 0
+
+
+def test_who_misses_most_is_ended():
+    """Worker 0 reaches nobody: the others reach one another."""
+    hang = cut_off({(0, 1), (0, 2), (0, 3)}, *[worker("reduce")] * 4)
+    assert (hang.worker, hang.unreachable) == (0, (1, 2, 3))
+
+
+def test_a_cut_pair_gets_its_time():
+    """`CUT_OFF_S`, or a shorter hang_timeout_s."""
+    readings = [worker("reduce", CUT_OFF_S - 1)] * 2
+    assert cut_off({(0, 1)}, *readings) is None
+    assert cut_off({(0, 1)}, *readings, timeout_s=5.0).worker == 1
+
+
+@pytest.mark.parametrize("phase", ["barrier", "data", "gradient", "hook"])
+def test_a_connection_that_nobody_waits_in_ends_nobody(phase):
+    """Worker 0 is elsewhere: what it has not acknowledged yet is not what it waits for."""
+    assert cut_off({(0, 1)}, worker(phase), worker("reduce"), worker("reduce")) is None
+
+
+def test_connections_are_not_looked_at_while_nobody_waits_long():
+    """Reading /proc costs milliseconds, and the supervisor looks ten times a second."""
+
+    def look():
+        raise AssertionError("looked")
+
+    readings = {0: worker("reduce", 1.0), 1: worker("reduce", 1.0), 2: worker("data")}
+    assert find_cut_off(readings, NOW, TIMEOUT_S, look) is None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import itertools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +18,8 @@ import optax
 
 import ftrain
 from ftrain.errors import AttemptFailedError
+from ftrain.loop import StepLoop
+from tests.orders import obey, obey_at_phases
 
 
 class Numbers:
@@ -120,14 +122,6 @@ class FailsInHook(Paced):
         print(f"hook after step {step}: {int(state.step)} {int(state.cursor)}")
         if step == 5 and mine(0):
             raise RuntimeError("the hook is broken")
-
-
-class SpinsInC(Paced):
-    """After step 5 the lowest worker's first process spins in C and never lets the lock go."""
-
-    def after_commit(self, step, metrics, state):
-        if step == 5 and mine(0):
-            ctypes.PyDLL(None).pause()  # PyDLL keeps the interpreter's lock; pause() waits for ever
 
 
 class Forks(Paced):
@@ -290,3 +284,141 @@ class Breaks(Paced):
     def after_commit(self, step, metrics, state):
         if step == 2:
             breakpoint()
+
+
+class Ordered(Paced):
+    """Commits the faults that a test orders, see `tests.orders`. Its hook is never empty."""
+
+    def __init__(self, *, pause_s: float = 0.0):
+        super().__init__(pause_s=pause_s)
+        obey_at_phases()
+
+    def dataset(self):
+        numbers = Numbers(self.pause_s)
+        read = numbers.batch_at
+
+        def batch_at(indices):
+            obey("dataset")
+            return read(indices)
+
+        numbers.batch_at = batch_at
+        return numbers
+
+
+class Poisoned(Paced):
+    """The samples `first` to `last` of many, which come in order, are infinite."""
+
+    def __init__(self, *, first: int, last: int, pause_s: float = 0.0):
+        super().__init__(pause_s=pause_s)
+        self.first, self.last = first, last
+
+    def dataset(self):
+        return PoisonedNumbers(self.first, self.last, self.pause_s)
+
+
+class PoisonedNumbers(Numbers):
+    """For `Poisoned`: 100000 numbers in 0 .. 1."""
+
+    def __init__(self, first: int, last: int, pause_s: float):
+        super().__init__(pause_s)
+        self.first, self.last = first, last
+
+    def __len__(self) -> int:
+        return 100_000
+
+    def batch_at(self, indices: np.ndarray) -> dict:
+        x = super().batch_at(indices % 96)["x"]
+        return {"x": np.where((self.first <= indices) & (indices <= self.last), np.inf, x)}
+
+
+class Mixed(Paced):
+    """A network of three dtypes and odd sizes, dropout, and statistics in the model state."""
+
+    def init_params(self, key):
+        keys = jax.random.split(key, 3)
+        return ftrain.Init(
+            {
+                "first": jax.random.normal(keys[0], (7, 13)),
+                "second": jax.random.normal(keys[1], (13, 11)).astype(jnp.bfloat16),
+                "third": jax.random.normal(keys[2], (11,)).astype(jnp.float16),
+            },
+            {"count": jnp.int32(0), "mean": jnp.zeros(13)},
+        )
+
+    def loss(self, params, batch, key, model_state):
+        x = jnp.cos(batch["x"][:, None] * jnp.arange(1.0, 8.0))
+        hidden = jnp.tanh(x @ params["first"])
+        kept = jax.random.bernoulli(key, 0.8, hidden.shape)
+        mean = 0.9 * model_state["mean"] + 0.1 * hidden.mean(0)
+        hidden = jnp.where(kept, hidden - mean, 0)
+        out = jnp.tanh(hidden @ params["second"].astype(jnp.float32))
+        value = jnp.mean((out @ params["third"].astype(jnp.float32) - batch["x"]) ** 2)
+        state = {"count": model_state["count"] + 1, "mean": mean}
+        return ftrain.Loss(value, {"bias": jnp.mean(hidden)}, model_state=state)
+
+    def evaluate(self, state, batch):
+        x = jnp.cos(batch["x"][:, None] * jnp.arange(1.0, 8.0))
+        return {"error": jnp.mean(jnp.tanh(x @ state.params["first"]) ** 2)}
+
+
+class Late(Paced):
+    """Worker 1's first process takes `late_s` to read its tenth batch."""
+
+    def __init__(self, *, late_s: float):
+        super().__init__()
+        self.late_s = late_s
+
+    def dataset(self):
+        numbers = Numbers()
+        read, calls = numbers.batch_at, itertools.count(1)
+
+        def batch_at(indices):
+            if mine(1) and next(calls) == 10:
+                time.sleep(self.late_s)
+            return read(indices)
+
+        numbers.batch_at = batch_at
+        return numbers
+
+
+class Connected(Ordered):
+    """Each worker keeps one connection of its own, and needs it for every batch that it reads."""
+
+    def __init__(self, *, port: int, pause_s: float = 0.0):
+        super().__init__(pause_s=pause_s)
+        self.port = port
+
+    def dataset(self):
+        numbers = Numbers(self.pause_s)
+        read = numbers.batch_at
+        lines = socket.create_connection(("127.0.0.1", self.port)).makefile("rw")
+
+        def batch_at(indices):
+            lines.write(f"{indices[0]}\n")
+            lines.flush()
+            if lines.readline() != f"{indices[0]}\n":
+                raise ConnectionError("the user's connection was cut")
+            return read(indices)
+
+        numbers.batch_at = batch_at
+        return numbers
+
+
+class BitFlips(Paced):
+    """In the first process of worker `worker`, a bit of a parameter flips after step `step`."""
+
+    def __init__(self, *, worker: int, step: int, pause_s: float = 0.0):
+        super().__init__(pause_s=pause_s)
+        if not mine(worker):
+            return
+        commit = StepLoop._commit
+
+        def flip_after(loop, view, new, seconds):
+            commit(loop, view, new, seconds)
+            if loop.state.step == step and new.metrics is not None:
+                w = np.array(loop.state.leaves[0])
+                w.view(np.uint32)[3] ^= 1 << 20
+                leaves = [jax.device_put(w), *loop.state.leaves[1:]]
+                loop.state = loop.state._replace(leaves=leaves)
+
+        StepLoop._commit = flip_after

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+import ftrain
 from tests.checks import (
     check_deaths_explained,
     check_each_step_once,
     check_nothing_left,
     check_replicas_agree,
 )
-from tests.runs import running
+from tests.runs import REPOSITORY, running
 
 
 def test_killed_workers_cost_no_committed_step_and_come_back(tmp_path):
@@ -126,3 +127,39 @@ def test_below_min_workers_for_too_long_saves_and_exits_75(tmp_path):
         step = run.metrics()[-1]["step"]
         assert run.events("checkpoint_saved")[-1]["step"] == step
         check_nothing_left(run)
+
+
+def test_a_replacement_runs_the_users_file_as_it_is_now(tmp_path):
+    """The file is saved again while the run goes on: workers are forked from a new template."""
+    source = (REPOSITORY / "tests" / "trainers.py").read_text()
+    file = tmp_path / "edited.py"
+    file.write_text(source)
+    sets = [f"trainer={file}:Paced", "steps=300"]
+    with running("tests/paced.yaml", tmp_path / "run", *sets) as run:
+        run.wait_for_step(20)
+        file.write_text(source + "\nprint('the new file')\n")
+        for worker in (1, 2):
+            seen = len(run.events())
+            run.kill(worker)
+            run.wait_back(worker, seen)
+        assert run.finish() == 0
+        check_each_step_once(run, 300)
+        assert "the new file" in (run.run_dir / "logs" / "supervisor.log").read_text()
+        assert "workers are not forked" not in (run.run_dir / "logs/supervisor.log").read_text()
+
+
+def test_a_checkpoint_that_another_worker_than_0_wrote_has_all_of_the_state(tmp_path):
+    """While 0 is away 1 saves, and says that it has; what it saved can be read."""
+    sets = ["steps=400", "cluster.workers=2", "checkpoint={every_steps: 5, keep: 100}"]
+    with running("tests/paced.yaml", tmp_path / "run", *sets) as run:
+        run.wait_for_step(10)
+        run.kill(0)
+        alone = run.wait_for_event("view_changed", workers=[1])
+        saved = run.wait_until(
+            "a save by worker 1",
+            lambda: [e for e in run.events("checkpoint_saved") if e["step"] > alone["step"] + 1],
+        )[0]
+        assert run.metrics()[-1]["workers"] == [1]
+        state = ftrain.load_state(str(run.run_dir), step=saved["step"])
+        assert int(state.step) == saved["step"]
+        assert int(state.model_state["count"]) == saved["step"]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.checks import check_each_step_once, check_nothing_left
+from tests.checks import check_each_step_once, check_nothing_left, check_replicas_agree
+from tests.orders import order
 from tests.runs import running
 
 TRAINERS = "trainer=tests/trainers.py:"
+BEFORE, AFTER, LATER = "gradient", "update", "hook"  # the collective, and after the commit
 
 
 def test_error_on_one_worker_replaces_that_worker(tmp_path):
@@ -92,3 +94,79 @@ def test_missing_file_is_refused_before_anything_starts(tmp_path):
         assert run.finish(20) == 2
         assert "no file nowhere/nothing.py" in run.output
         assert not (tmp_path / "run").exists()
+
+
+KINDS = [
+    ("memory", BEFORE, "MemoryError: cannot allocate 8 GiB"),
+    ("device_memory", AFTER, "JaxRuntimeError: RESOURCE_EXHAUSTED"),
+    ("exit", BEFORE, "SystemExit: 0"),
+    ("exit", "dataset", "SystemExit: 0"),
+    ("interrupt", AFTER, "KeyboardInterrupt"),
+    ("bug", LATER, "RuntimeError: a bug of the user's"),
+    ("segfault", AFTER, "SIGSEGV in string_at"),
+    ("abort", BEFORE, "SIGABRT in "),
+    ("leave", LATER, "exit code 0 before the end of the run"),
+]
+OTHER_PLACES = [
+    (fault, at, says)
+    for fault, _, says in {k[0]: k for k in KINDS}.values()
+    for at in (BEFORE, AFTER, LATER)
+    if (fault, at) not in [k[:2] for k in KINDS]
+]
+
+
+@pytest.mark.parametrize(
+    "fault, at, says",
+    [*KINDS, *(pytest.param(*row, marks=pytest.mark.slow) for row in OTHER_PLACES)],
+)
+def test_every_kind_of_error_of_one_worker_replaces_it(tmp_path, fault, at, says):
+    """Before the collective, after it, after the commit: the peers try again without it."""
+    run_dir = tmp_path / "run"
+    worker = 0 if at == LATER else 2
+    with running("tests/paced.yaml", run_dir, TRAINERS + "Ordered", "steps=250") as run:
+        run.wait_for_step(20)
+        seen = len(run.events())
+        order(run_dir, fault, at, worker)
+        died = run.wait_for_event("worker_exited", after=seen, worker=worker)
+        run.wait_back(worker, seen)
+        assert run.finish() == 0
+        check_each_step_once(run, 250)
+        check_replicas_agree(run)
+        check_nothing_left(run)
+        assert died["reason"].startswith(says)
+        assert f"worker {worker} (pid {died['pid']}) died of {says}" in run.output
+        failed = [e for e in run.events("worker_exited") if e["reason"] != "the end of the run"]
+        assert failed == [died]
+
+
+@pytest.mark.parametrize(
+    "fault, says", [("memory", "MemoryError: cannot allocate 8 GiB"), ("segfault", "SIGSEGV")]
+)
+def test_the_same_error_on_all_at_once_stops_with_the_first_cause_last(tmp_path, fault, says):
+    """No restart can help: exit 3 within seconds, one traceback, though four have died."""
+    run_dir = tmp_path / "run"
+    with running("tests/paced.yaml", run_dir, TRAINERS + "Ordered") as run:
+        run.wait_for_step(20)
+        for worker in range(4):
+            order(run_dir, fault, AFTER, worker)
+        assert run.finish(30) == 3
+        assert run.output.rstrip().endswith(says)
+        assert "the same error came on all 4 workers; the first was" in run.output
+        check_nothing_left(run)
+
+
+def test_without_restarts_the_first_cause_is_told_and_the_rest_are_its_consequences(tmp_path):
+    """max_failures 0: worker, exception and log are named; no peer's end is told as a failure."""
+    run_dir = tmp_path / "run"
+    sets = [TRAINERS + "Ordered", "restart.max_failures=0"]
+    with running("tests/paced.yaml", run_dir, *sets) as run:
+        run.wait_for_step(20)
+        order(run_dir, "bug", BEFORE, 3)
+        assert run.finish(30) == 3
+        told = run.output.rstrip()
+        assert told.endswith("RuntimeError: a bug of the user's")
+        assert "worker 3 failed 1 times in a row, restart.max_failures=0" in told
+        assert "logs/worker-3.log" in told and 'File "' in told
+        others = [e for e in run.events("worker_exited") if e["worker"] != 3]
+        assert {e["reason"] for e in others} == {"the end of the run"}
+        check_nothing_left(run)

@@ -1,0 +1,214 @@
+"""Injects every kind of fault into one live run, several times each, and measures the way out.
+
+    python scripts/bench/faults.py --repeat 5
+    python scripts/bench/faults.py --soak-s 1800 --seed 7
+
+Prints, for each fault, the seconds from the fault to the next step that was committed without those
+it hit: median and worst. With --soak-s it draws faults at random instead until the time is up. In
+the end the run is stopped by SIGTERM and its records are checked: every step once (after a fault
+that takes all state, again from the checkpoint, and said so), replicas equal, nothing left running.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from tests.checks import check_history, check_nothing_left, check_replicas_agree
+from tests.orders import order
+from tests.runs import Run, running
+
+WORKERS = 4
+HANG_TIMEOUT_S = 5
+CONFIG = (
+    "trainer=tests/trainers.py:Ordered",
+    "steps=10000000",
+    f"cluster.workers={WORKERS}",
+    f"cluster.hang_timeout_s={HANG_TIMEOUT_S}",
+    "cluster.heartbeat_timeout_s=5",
+    "checkpoint.every_steps=100",
+    "restart.max_failures=1000",
+    "restart.backoff_max_s=1",
+)
+
+
+class Hit(NamedTuple):
+    """When a fault came, and the workers that cannot commit before they are replaced."""
+
+    t: float
+    workers: list[int]
+
+
+def killed(*counts: int, number: int = signal.SIGKILL) -> Callable[[Run, random.Random], Hit]:
+    def inject(run: Run, draw: random.Random) -> Hit:
+        workers = draw.sample(range(WORKERS), draw.choice(counts))
+        return Hit(run.kill(*workers, number=number), workers)
+
+    return inject
+
+
+def ordered(
+    fault: str, *places: str, dies: bool = True, **options: float
+) -> Callable[[Run, random.Random], Hit]:
+    def inject(run: Run, draw: random.Random) -> Hit:
+        place = draw.choice(places)
+        worker = 0 if place == "hook" else draw.randrange(WORKERS)  # the lowest alone has hooks
+        return Hit(taken(run, order(run.run_dir, fault, place, worker, **options)), [worker] * dies)
+
+    return inject
+
+
+def taken(run: Run, path: Path) -> float:
+    """Waits until an order is taken; returns when."""
+
+    def read() -> str:
+        files = list(path.parent.glob(f"{path.name}.taken-*"))
+        return "".join(f.read_text() for f in files)
+
+    t = float(run.wait_until(f"{path.name} is taken", read))
+    for file in path.parent.glob(f"{path.name}.taken-*"):
+        file.unlink()
+    return t
+
+
+def rejoiner_dies(run: Run, draw: random.Random) -> Hit:
+    """At any point of its way back."""
+    worker = draw.randrange(WORKERS)
+    place = draw.choice(["start", "compile", "ready", "barrier", "settle", "sync"])
+    run.kill(worker)
+    run.wait_until("the others train", lambda: worker not in run.metrics()[-1]["workers"])
+    return Hit(taken(run, order(run.run_dir, "kill", place, worker)), [worker])
+
+
+def donor_dies(run: Run, draw: random.Random) -> Hit:
+    """While it gives its state to a rejoiner."""
+    worker = draw.randrange(1, WORKERS)
+    run.kill(worker)
+    run.wait_until("the others train", lambda: worker not in run.metrics()[-1]["workers"])
+    return Hit(taken(run, order(run.run_dir, "kill", "sync", 0)), [0])
+
+
+def coordinator(run: Run, draw: random.Random) -> Hit:
+    t = time.time()
+    os.kill(run.events("coordinator_started")[-1]["pid"], signal.SIGKILL)
+    return Hit(t, [])
+
+
+FAULTS: dict[str, Callable[[Run, random.Random], Hit]] = {
+    "a worker dies": killed(1),
+    "two or three at once": killed(2, 3),
+    "all at once": killed(WORKERS),
+    "SIGTERM to a worker": killed(1, number=signal.SIGTERM),
+    "nobody died, the attempt failed": ordered(
+        "attempt", "gradient", "reduce", "update", dies=False
+    ),
+    "an exception": ordered("bug", "gradient", "update", "hook", "dataset"),
+    "out of memory": ordered("memory", "gradient", "update"),
+    "out of device memory": ordered("device_memory", "gradient", "update"),
+    "sys.exit": ordered("exit", "gradient", "update", "dataset"),
+    "a segmentation fault": ordered("segfault", "gradient", "update"),
+    "abort()": ordered("abort", "gradient", "update"),
+    "stopped (SIGSTOP)": ordered("stop", "gradient", "reduce", "update"),
+    "spins in C": ordered("spin", "gradient", "update"),
+    "blocked in its data": ordered("sleep", "dataset", seconds=3600),
+    "blocked in its hook": ordered("sleep", "hook", seconds=3600),
+    "stuck in a device call": ordered("device", "gradient"),
+    "late by 2 s": ordered("sleep", "dataset", "update", dies=False, seconds=2),
+    "a rejoiner dies on its way": rejoiner_dies,
+    "the donor dies in a sync": donor_dies,
+    "the coordinator dies": coordinator,
+}
+TAKES_ALL_STATE = {"all at once", "the coordinator dies"}
+
+
+def measure(run: Run, fault: str, draw: random.Random) -> float:
+    """Injects one fault; seconds to the next commit without those it hit. Waits for all of them."""
+    hit = FAULTS[fault](run, draw)
+    everybody = list(range(WORKERS))
+    dead = set(hit.workers) if set(hit.workers) != set(everybody) else set()
+    commit = run.wait_until(
+        f"a commit after: {fault}",
+        lambda: next(
+            (
+                m
+                for m in reversed(run.metrics()[-2000:])
+                if m["t"] > hit.t and not dead & set(m["workers"])
+            ),
+            None,
+        ),
+    )
+    first = next(
+        m for m in run.metrics()[-2000:] if m["t"] > hit.t and not dead & set(m["workers"])
+    )
+    run.wait_until("all train", lambda: run.metrics()[-1]["workers"] == everybody)
+    run.wait_for_steps(draw.randrange(10, 40))
+    return first["t"] - hit.t if commit else 0.0
+
+
+def table(seconds: dict[str, list[float]]) -> Iterable[str]:
+    for fault, values in seconds.items():
+        yield (
+            f"{fault:34} {len(values):4} times   median {statistics.median(values):6.2f} s   "
+            f"worst {max(values):6.2f} s"
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--soak-s", type=float, default=0)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/bench-faults"))
+    arguments = parser.parse_args()
+    shutil.rmtree(arguments.run_dir, ignore_errors=True)
+    arguments.run_dir.parent.mkdir(parents=True, exist_ok=True)
+    draw = random.Random(arguments.seed)
+    names = arguments.only or list(FAULTS)
+    seconds: dict[str, list[float]] = {}
+
+    def inject(fault: str) -> None:
+        seconds.setdefault(fault, []).append(measure(run, fault, draw))
+        print(f"{time.strftime('%H:%M:%S')} {fault}: {seconds[fault][-1]:.2f} s", flush=True)
+
+    with running("tests/paced.yaml", arguments.run_dir, *CONFIG) as run:
+        run.wait_for_step(20)
+        end = time.monotonic() + arguments.soak_s
+        if arguments.soak_s:
+            while time.monotonic() < end:
+                inject(draw.choice(names))
+        for fault in [] if arguments.soak_s else names:
+            for _ in range(arguments.repeat):
+                inject(fault)
+        run.process.send_signal(signal.SIGTERM)
+        code = run.finish()
+        hits = sum(map(len, seconds.values()))
+        lost = sum(len(v) for fault, v in seconds.items() if fault in TAKES_ALL_STATE)
+        check_history(run)
+        check_replicas_agree(run)
+        check_nothing_left(run)
+        assert code == 75
+        assert len(run.events("checkpoint_restored")) == lost
+    rows = list(table(seconds))
+    print("\n".join(rows))
+    step = run.metrics()[-1]["step"]
+    print(f"{hits} faults, {step} steps, {lost} continued from a checkpoint; records verified")
+    result = {"seconds": seconds, "steps": step, "seed": arguments.seed}
+    (arguments.run_dir / "bench.json").write_text(json.dumps(result, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

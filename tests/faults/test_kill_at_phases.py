@@ -1,0 +1,60 @@
+"""A death at the beginning of every phase there is: a new phase is covered by itself."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from ftrain.beat import PHASES
+from tests.checks import (
+    check_deaths_explained,
+    check_each_step_once,
+    check_nothing_left,
+    check_replicas_agree,
+)
+from tests.orders import order
+from tests.runs import running
+
+STEPS = 150
+CONFIG = (
+    "trainer=tests/trainers.py:Ordered",
+    f"steps={STEPS}",
+    "cluster.workers=4",
+    "cluster.min_workers=3",
+    "eval.every_steps=40",
+    "digest_every_steps=10",
+    "restart.backoff_s=0.2",
+)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_death_at_the_beginning_of_a_phase(tmp_path, phase):
+    """Whoever comes to it first dies there: at the start, and again when two of four are killed."""
+    run_dir = tmp_path / "run"
+    orders = [order(run_dir, "kill", phase)]
+    with running("tests/paced.yaml", run_dir, *CONFIG) as run:
+        run.wait_for_step(20)
+        if phase not in ("start", "connect", "compile", "ready", "restore", "save", "pause"):
+            taken(run, orders[0])
+        seen = len(run.events())
+        if phase not in ("restore", "save"):  # once in a run, at its beginning and at its end
+            orders.append(order(run_dir, "kill", phase))
+        run.kill(1, 2)
+        for worker in (1, 2):
+            run.wait_back(worker, seen)
+        assert run.finish() == 0
+        for path in orders:
+            taken(run, path)
+        check_each_step_once(run, STEPS)
+        check_replicas_agree(run)
+        check_deaths_explained(run)
+        check_nothing_left(run)
+        assert run.events("checkpoint_restored") == []
+
+
+def taken(run, path):
+    end = time.monotonic() + 20
+    while path.exists():
+        assert time.monotonic() < end and run.process.poll() is None, f"nobody came to {path.name}"
+        time.sleep(0.02)

@@ -1,0 +1,47 @@
+"""Cancelling a collective on CPU cuts gloo's own connections, and nobody else's."""
+
+from __future__ import annotations
+
+import socketserver
+import threading
+
+from tests.checks import check_each_step_once, check_replicas_agree
+from tests.orders import order
+from tests.runs import running
+
+CANCELLATIONS = 20
+
+
+class Echo(socketserver.StreamRequestHandler):
+    """Gives every line back."""
+
+    def handle(self) -> None:
+        for line in self.rfile:
+            self.wfile.write(line)
+
+
+def test_a_users_connection_outlives_twenty_cancellations(tmp_path):
+    """Nobody dies: each attempt fails in one worker and is cut in all, and their sockets go on."""
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Echo) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        sets = [
+            "trainer=tests/trainers.py:Connected",
+            f"trainer_args={{port: {server.server_address[1]}, pause_s: 0.006}}",
+            "steps=400",
+        ]
+        with running("tests/paced.yaml", tmp_path / "run", *sets) as run:
+            run.wait_for_step(10)
+            for number in range(CANCELLATIONS):
+                seen = len(run.events())
+                order(run.run_dir, "attempt", ("gradient", "update")[number % 2], number % 4)
+                run.wait_for_event("step_aborted", after=seen)
+                run.wait_for_event("view_changed", after=seen)
+                run.wait_for_steps(1)  # ten in a row at one step would end the run
+            assert run.finish() == 0
+            check_each_step_once(run, 400)
+            check_replicas_agree(run)
+            assert len(run.events("step_aborted")) == CANCELLATIONS
+            assert {e["failed"] == [] for e in run.events("step_aborted")} == {True}
+            assert {e["reason"] for e in run.events("worker_exited")} == {"the end of the run"}
+        server.shutdown()
