@@ -91,7 +91,10 @@ def synced(
         except (AttemptFailedError, ReplicaDivergedError, ReplicasDifferError) as error:
             results[worker] = error
 
-    threads = [threading.Thread(target=work, args=item) for item in enumerate(states)]
+    threads = [
+        threading.Thread(target=work, args=item, name=f"rank {item[0]}")
+        for item in enumerate(states)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -289,7 +292,8 @@ def test_a_digest_lost_on_the_way_fails_the_attempt():
     assert digest_of(spec.lines(), 3, 12, to_host(state.leaves))[-1] < 255  # and so has a successor
 
     def spoil(call: int, words: np.ndarray) -> None:
-        words[HEADER.size - 1] += call == 1  # a byte of the donor's digest
+        # A byte of the donor's digest, as the other gets it; the donor would find its own at once.
+        words[HEADER.size - 1] += call == 1 and threading.current_thread().name == "rank 1"
 
     results, _ = synced({0: state, 1: None}, spec, donor=0, holders=[0], spoil=spoil)
     assert isinstance(results[1], AttemptFailedError)

@@ -15,7 +15,7 @@ from tests.runs import Run, running
 PLACES = {
     "in_a_step": "{'ftrain.mesh:DataPlane.sum': 12}",
     "in_the_sync": "{'ftrain.mesh:DataPlane.sum': 25, 'ftrain.mesh:DataPlane.gather': 2}",
-    "at_its_check": "{'ftrain.mesh:DataPlane.sum': 25, 'ftrain.digests:Digests.__call__': 2}",
+    "at_its_check": "{'ftrain.mesh:DataPlane.sum': 25, 'ftrain.sync:check_replicas': 2}",
     "in_the_settle": "{'ftrain.mesh:DataPlane.sum': 25, 'ftrain.membership:Members._meet': 2}",
 }
 TIMES = 10
