@@ -356,13 +356,15 @@ class StepLoop:
     def _sums(self, batches: list[tuple[int, Batch | None]]) -> Buffers:
         """What the shards of all members add up to, in the order that the config asks for."""
         stop = self.stop_requested()
+
+        def ready() -> None:
+            self.beat.phase("reduce")
+
         if self.config.reduction == "fast":
             buffers = self.programs.gradients(self.state, batches, stop=stop)
-            return self.plane.sum(buffers, ready=lambda: self.beat.phase("reduce"))
-        # Computed before the phase changes: until then a hang is this worker's own.
-        nodes = jax.block_until_ready(self.programs.nodes(self.state, batches, stop=stop))
-        self.beat.phase("reduce")
-        return tree_sum(self.plane, nodes, self.config.batch_shards)
+            return self.plane.sum(buffers, ready)
+        nodes = self.programs.nodes(self.state, batches, stop=stop)
+        return tree_sum(self.plane, nodes, self.config.batch_shards, ready)
 
     def _evaluation_due(self) -> bool:
         if self.evaluation is None or self.progress.stopping:

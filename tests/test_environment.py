@@ -151,6 +151,17 @@ def test_a_gpu_worker_survives_failed_collectives():
     assert env["XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE"] == "1"
 
 
+def test_a_reproducible_gpu_worker_does_not_choose_kernels_by_timing_them():
+    """Two processes could choose differently; the user's own choice against it is refused."""
+    given = config().model_copy(update={"reduction": "reproducible"})
+    flags = worker_environment(given, "gpu", {})["XLA_FLAGS"].split()
+    assert {"--xla_gpu_deterministic_ops=true", "--xla_gpu_autotune_level=0"} <= set(flags)
+    with pytest.raises(ConfigError, match="--xla_gpu_autotune_level=4, ftrain needs 0"):
+        worker_environment(given, "gpu", {"XLA_FLAGS": "--xla_gpu_autotune_level=4"})
+    free = worker_environment(config(), "gpu", {"XLA_FLAGS": "--xla_gpu_autotune_level=4"})
+    assert "--xla_gpu_autotune_level=4" in free["XLA_FLAGS"]
+
+
 @pytest.mark.parametrize(
     ("given", "used"), [({}, "false"), ({"XLA_PYTHON_CLIENT_PREALLOCATE": "true"}, "true")]
 )
@@ -164,17 +175,6 @@ def test_workers_that_share_a_gpu_are_as_on_hosts_of_their_own():
     own = [own_environment({"CUDA_VISIBLE_DEVICES": "3,3,5"}, "gpu", w, 0) for w in range(3)]
     assert [o["CUDA_VISIBLE_DEVICES"] for o in own] == ["3", "3", "5"]
     assert [o.get("NCCL_HOSTID") for o in own] == ["ftrain-0", "ftrain-1", None]
-
-
-def test_a_reproducible_gpu_worker_does_not_choose_kernels_by_timing_them():
-    """Two processes could choose differently; the user's own choice against it is refused."""
-    given = config().model_copy(update={"reduction": "reproducible"})
-    flags = worker_environment(given, "gpu", {})["XLA_FLAGS"].split()
-    assert {"--xla_gpu_deterministic_ops=true", "--xla_gpu_autotune_level=0"} <= set(flags)
-    with pytest.raises(ConfigError, match="--xla_gpu_autotune_level=4, ftrain needs 0"):
-        worker_environment(given, "gpu", {"XLA_FLAGS": "--xla_gpu_autotune_level=4"})
-    free = worker_environment(config(), "gpu", {"XLA_FLAGS": "--xla_gpu_autotune_level=4"})
-    assert "--xla_gpu_autotune_level=4" in free["XLA_FLAGS"]
 
 
 def gpus_of_workers(given: dict[str, str]) -> list[str]:

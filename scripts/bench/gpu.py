@@ -2,9 +2,9 @@
 
     python scripts/bench/gpu.py --out runs/gpu [PART ...]
 
-Two workers, a GPU each; with CUDA_VISIBLE_DEVICES=0,0 they share one, and steps are not timed for
-their own sake. Each part is a process of its own with a time limit, and fails alone. Writes
-results.json, table.txt and the parts' records and logs to the folder.
+Two workers, a GPU each; with CUDA_VISIBLE_DEVICES=0,0 they share one. Each part is a process of its
+own with a time limit, and fails alone. Writes results.json, table.txt and the parts' records and
+logs to the folder.
 """
 
 from __future__ import annotations

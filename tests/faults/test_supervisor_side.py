@@ -6,8 +6,6 @@ import os
 import signal
 import time
 
-import pytest
-
 from tests.checks import check_each_step_once, check_nothing_left
 from tests.runs import is_alive, running
 
@@ -56,25 +54,6 @@ def test_rerun_right_after_the_supervisor_was_killed_waits_for_its_remains(tmp_p
         with running("tests/paced.yaml", tmp_path / "run", "steps=150") as again:
             assert again.finish() == 0
             assert sorted({m["step"] for m in again.metrics()}) == list(range(1, 151))
-
-
-@pytest.mark.parametrize("worker", [0, 1])
-def test_device_that_computes_for_ever_is_its_worker_s_fault(tmp_path, worker):
-    """The others wait in the reduction, and are not taken for the culprit: nothing is lost."""
-    sets = [
-        "trainer=tests/trainers.py:SpinsOnDevice",
-        f"trainer_args={{worker: {worker}, pause_s: 0.006}}",
-        "cluster.workers=2",
-        "cluster.hang_timeout_s=3",
-        "steps=200",
-    ]
-    with running("tests/paced.yaml", tmp_path / "run", *sets) as run:
-        hang = run.wait_for_event("hang_detected")
-        assert (hang["worker"], hang["phase"]) == (worker, "gradient")
-        assert run.finish() == 0
-        check_each_step_once(run, 200)
-        assert len(run.events("hang_detected")) == 1
-        assert run.events("checkpoint_restored") == []
 
 
 def test_terminated_worker_is_replaced_like_a_killed_one(tmp_path):
