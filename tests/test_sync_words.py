@@ -107,7 +107,10 @@ def synced(
             results[worker] = error
             meeting.cancel()
 
-    threads = [threading.Thread(target=work, args=item) for item in enumerate(states)]
+    threads = [
+        threading.Thread(target=work, args=item, name=f"rank {item[0]}")
+        for item in enumerate(states)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -126,6 +129,17 @@ def same_bits(a: Committed, b: Committed) -> bool:
         x.dtype == y.dtype and bits_of(x) == bits_of(y)
         for x, y in zip(a.leaves, b.leaves, strict=True)
     )
+
+
+def test_a_cancelled_collective_that_ends_with_zeros_agrees_with_nobody():
+    """NCCL's may end without an error: zeros as everybody's digest are no agreement (R1)."""
+    spec, state = state_of(EVERY_KIND)
+
+    def cancelled(number: int, words: np.ndarray) -> None:
+        words[:] = 0
+
+    results, _ = synced({0: state, 1: state}, spec, donor=0, holders=[1], spoil=cancelled)
+    assert all("own row did not come back" in str(results[w]) for w in (0, 1))
 
 
 # Packing.
@@ -294,7 +308,8 @@ def test_a_digest_lost_on_the_way_fails_the_attempt():
     assert digest_of(spec.lines(), 3, 12, to_host(state.leaves))[-1] < 255  # and so has a successor
 
     def spoil(call: int, words: np.ndarray) -> None:
-        words[HEADER.size - 1] += call == 1  # a byte of the donor's digest
+        # A byte of the donor's digest, as the other gets it; the donor would find its own at once.
+        words[HEADER.size - 1] += call == 1 and threading.current_thread().name == "rank 1"
 
     results, _ = synced({0: state, 1: None}, spec, donor=0, holders=[0], spoil=spoil)
     assert isinstance(results[1], AttemptFailedError)
