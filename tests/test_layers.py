@@ -49,6 +49,7 @@ LAYERS = [
         "data",
         "user_metrics",
         "layout",
+        "leaves",
         "nonfinite",
         "mesh",
         "runtime",
@@ -59,7 +60,7 @@ LAYERS = [
         "verdict",
     ],
     ["reduction", "digests", "replicas"],
-    ["sync"],
+    ["sync", "identity"],
     [
         "config",
         "recorder",
