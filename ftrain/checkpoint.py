@@ -155,7 +155,7 @@ def write_checkpoint(
 def _stored(arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
     """What Orbax is given: large leaves each by its number, as they are; all small ones as bytes.
 
-    Of a dtype that its files do not know (uint4, float8_e4m3: tensorstore 0.1.86) as bytes too.
+    Of a dtype that its files do not know (float8_e4m3: tensorstore 0.1.86) as bytes too.
     """
     small = [_bytes(a) for a in arrays if a.nbytes < SMALL_BYTES]
     large = {f"{i:05d}": a for i, a in enumerate(arrays) if a.nbytes >= SMALL_BYTES}

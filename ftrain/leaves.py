@@ -12,11 +12,11 @@ from ftrain.errors import TrainerError
 
 INT32 = range(-(2**31), 2**31)
 SHOWN = 60  # characters of a value
-# All that JAX computes with, but for floats of 4 and integers of 1 bit: those cannot be cast to and
-# from bytes on the device (jax 0.10.2 to 0.12.0.1).
+# All that JAX computes with, but for types of less than a byte: among other leaves a program may
+# want them packed, which no array on the device is, and then fails (jax 0.10.2 to 0.12.0.1).
 CARRIED = frozenset(
     """
-    bool int2 int4 int8 int16 int32 int64 uint2 uint4 uint8 uint16 uint32 uint64
+    bool int8 int16 int32 int64 uint8 uint16 uint32 uint64
     bfloat16 float16 float32 float64 complex64 complex128
     float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2
     float8_e5m2fnuz float8_e8m0fnu

@@ -389,3 +389,10 @@ class Differs(Paced):
         jax.debug.callback(lambda x: None, batch["x"][0])  # such a program names its device
         out = super().loss(params, batch, key, model_state)
         return out._replace(value=out.value * self.factor)
+
+
+class TextInState(Paced):
+    """Its model state holds what is no array."""
+
+    def init_params(self, key):
+        return ftrain.Init({"w": jnp.zeros(8)}, {"layers": [{"name": "first"}]})
