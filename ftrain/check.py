@@ -17,6 +17,7 @@ def check(config: Config, base: str) -> str:
     """What `ftrain check` prints: the resolved config, and what it makes of the trainer."""
     trainer = load_trainer(config.trainer, base, config.trainer_args, config)
     from ftrain.state import host_bytes
+    from ftrain.target import target_of
     from ftrain.worker import open_data, trace
 
     source, eval_source = open_data(trainer)
@@ -24,6 +25,8 @@ def check(config: Config, base: str) -> str:
         trainer, config, source, eval_source, lambda lowered: lowered.compile()
     )
     programs.lower()
+    target = target_of(config, source.length)
+    last = target.batch((target.steps - 1) * config.batch_size)
     params, _, _ = spec.split(spec.leaves)
     most = -(-config.batch_shards // config.cluster.workers)
     least = config.batch_shards // config.cluster.workers
@@ -38,6 +41,8 @@ def check(config: Config, base: str) -> str:
         ("shards a worker", str(most) if most == least else f"{least} to {most}"),
         ("samples a shard", str(config.batch_size // config.batch_shards)),
         ("steps an epoch", f"{source.length / config.batch_size:.1f}"),
+        ("steps", f"{target.steps:,}"),
+        ("last step", f"{last:,} samples" if last < config.batch_size else "a whole batch"),
     ]
     text = "\n".join(f"{name + ':':18}{value}" for name, value in rows)
     return f"{config.to_yaml()}\n{text}\n"

@@ -69,8 +69,8 @@ def _run(config: Config, base: str, platform: str) -> int:
     done = _finished_step(config)
     if done is not None:
         sys.stdout.write(
-            f"{config.run_dir} has finished: step {done} of {config.steps} is saved; "
-            "set a larger `steps` to train on\n"
+            f"{config.run_dir} has finished: step {done} of {_target(config)} is saved; "
+            f"set a larger `{'steps' if config.epochs is None else 'epochs'}` to train on\n"
         )
         return EXIT_OK
     log = EventLog(config.run_dir)
@@ -82,6 +82,12 @@ def _run(config: Config, base: str, platform: str) -> int:
         ).run()
     finally:
         screen.close()
+
+
+def _target(config: Config) -> str:
+    if config.epochs is None:
+        return str(config.steps)
+    return f"{config.epochs} epoch{'s' * (config.epochs > 1)}"
 
 
 def _continue(config: Config) -> dict[str, list]:
@@ -105,16 +111,27 @@ def _finished_step(config: Config) -> int | None:
     """The step at which the run has finished and saved, if that is all it is to do."""
     from ftrain.events import EVENTS_FILE, read_lines
 
-    last = None
+    started = last = None
     for row in read_lines(os.path.join(config.run_dir, EVENTS_FILE)):
         if row["event"] == "run_finished":
             last = row
         elif row["event"] == "run_started":
-            last = None
-    if last is None or last["exit_code"] != EXIT_OK or last["step"] < config.steps:
+            started, last = row["config"], None
+    if last is None or last["exit_code"] != EXIT_OK or not _is_enough(started, last, config):
         return None
     saved = os.path.join(config.run_dir, "checkpoints", str(last["step"]))
     return last["step"] if os.path.isdir(saved) else None
+
+
+def _is_enough(started: dict, finished: dict, config: Config) -> bool:
+    """Whether a run that was started so and has finished so has reached the target of `config`.
+
+    Epochs are compared with epochs: steps and samples are compared by the workers, which know the
+    length of the data set.
+    """
+    if config.epochs is None:
+        return finished["step"] >= config.steps
+    return (started.get("epochs") or 0) >= config.epochs
 
 
 def _check(config: Config, base: str, platform: str) -> int:

@@ -27,6 +27,7 @@ _INT32 = 2**31 - 1  # the step is an int32 on the device
 Natural = Annotated[int, Field(ge=0, description="an integer >= 0")]
 Count = Annotated[int, Field(ge=1, description="an integer >= 1")]
 Count32 = Annotated[int, Field(ge=1, le=_INT32, description=f"an integer from 1 to {_INT32}")]
+Length = Annotated[int | None, Field(ge=1, le=_INT32, description=f"an integer from 1 to {_INT32}")]
 Seed = Annotated[int, Field(ge=0, lt=2**32, description=f"an integer from 0 to {2**32 - 1}")]
 Delay = Annotated[float, Field(ge=0, description="a number >= 0")]
 Seconds = Annotated[float, Field(gt=0, description="a number > 0")]
@@ -98,7 +99,8 @@ class Config(Section):
     trainer: ClassName  # path.py:Class or package.module:Class
     trainer_args: Arguments = Field(default_factory=dict)  # keyword arguments of that class
     run_dir: Folder  # all that the run writes; relative to the folder the command runs in
-    steps: Count32  # committed steps to reach; larger: a longer run
+    steps: Length = None  # committed steps to reach; larger: a longer run
+    epochs: Length = None  # or this: times that each sample is used; the last batch may be smaller
     seed: Seed = 0  # decides initialisation, sample order and the trainer's randomness
     batch_size: Count32  # samples a step over all workers, however many live; larger: slower steps
     batch_shards: Count = 1  # equal parts of a batch (default: see _with_shards); larger: slower
@@ -159,6 +161,7 @@ def load_config(
         document.apply_set(item)
     if run_dir is not None:
         document.apply_flag("--run-dir", "run_dir", run_dir)
+    _replace_length(document)
     config = _validate(document) if document.complete else None
     if config is None or document.problems:
         problems = sorted(document.problems, key=lambda problem: problem[0])
@@ -194,6 +197,13 @@ def changed_keys(old: Config, new: Config) -> dict[str, list[Any]]:
     }
 
 
+def _replace_length(document: Document) -> None:
+    """A `--set` of steps or of epochs takes the place of whichever of them the file has."""
+    for given, other in ((("steps",), ("epochs",)), (("epochs",), ("steps",))):
+        if document.was_set(given) and document.values.get(given[0]) is not None:
+            document.drop_from_file(other)
+
+
 def _read_text(path: str | os.PathLike[str]) -> str:
     try:
         data = pathlib.Path(path).read_bytes()
@@ -217,11 +227,13 @@ def _validate(document: Document) -> Config | None:
         if not _within(e["loc"], document.broken):
             document.refuse(e["loc"], _describe(e))
     # pydantic holds the rules over several keys only once each key is right by itself.
-    values = _leaves({"cluster": Cluster().model_dump()}) | _leaves(_with_shards(document.values))
+    defaults = {"steps": None, "epochs": None, "cluster": Cluster().model_dump()}
+    values = _leaves(defaults) | _leaves(_with_shards(document.values))
     usable = {key: value for key, value in values.items() if not _within(key, bad)}
     for keys, message in _broken_rules(usable):
         given = [key for key in keys if key in document.places]
-        document.refuse(max(given, key=lambda key: document.places[key].order), message)
+        later = max(given, key=lambda key: document.places[key].order, default=())
+        document.refuse(later, message)
     return None
 
 
@@ -268,6 +280,7 @@ def _broken_rules(values: Mapping[Path, Any]) -> Iterator[tuple[list[Path], str]
     """The rules over several keys: (keys, message). A key that is absent breaks none."""
     keys = [("batch_size",), ("batch_shards",), ("cluster", "workers"), ("cluster", "min_workers")]
     size, shards, workers, least = map(values.get, keys)
+    yield from _broken_length(values)
     if workers and least and least > workers:
         why = f"min_workers={least} is more than workers={workers}"
         yield keys[2:], f"{why}; lower min_workers or raise workers"
@@ -284,6 +297,17 @@ def _broken_rules(values: Mapping[Path, Any]) -> Iterator[tuple[list[Path], str]
     else:
         why = f"batch_shards={shards} is less than cluster.workers={workers}"
         yield keys[:3], f"{why}; {advice}, or fewer workers"
+
+
+def _broken_length(values: Mapping[Path, Any]) -> Iterator[tuple[list[Path], str]]:
+    keys: list[Path] = [("steps",), ("epochs",)]
+    if not values.keys() >= set(keys):
+        return  # one was refused already
+    steps, epochs = map(values.get, keys)
+    if steps and epochs:
+        yield keys, f"steps={steps} and epochs={epochs} each say how long to train; keep one"
+    elif not steps and not epochs:
+        yield keys, "steps or epochs is required; write one of them"
 
 
 _FIELDS: dict[Path, FieldInfo] = {(name,): info for name, info in Config.model_fields.items()}

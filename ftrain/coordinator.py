@@ -86,7 +86,7 @@ class Coordinator:
         return clerk
 
     def fence(self, worker: int) -> None:
-        """Counts the member task of `worker` as gone, at once. Its process must be reaped (R9).
+        """Counts the tasks of `worker` as gone, at once. Its process must be reaped (R9).
 
         Connecting under its id makes a new incarnation, and shutting that down disconnects it:
         barriers stop waiting for the dead one without a heartbeat timeout, 2-6 ms.
@@ -97,11 +97,16 @@ class Coordinator:
             threading.Thread(
                 target=self._release, args=(str(worker), int(dead)), daemon=True
             ).start()
-        client = self._client(worker)
-        client.connect()
+        tasks = [self._workers + worker]
+        if self._platform == "gpu":
+            tasks.append(worker)  # its store: whoever is in a collective with it is let go by this
+        clients = [self._client(task) for task in tasks]
+        for client in clients:
+            client.connect()
         if worker == 0:
             self._restore_topology()
-        client.shutdown()
+        for client in clients:
+            client.shutdown()
 
     def _release(self, worker: str, dead: int) -> None:
         """Lets go of those who wait for a dead incarnation where no liveness barrier tells them.

@@ -211,16 +211,19 @@ class ShardReader:
         batch_shards: int,
         prefetch_steps: int,
         threads: int,
+        end: int | None = None,
     ):
         self._source, self._seed, self._shuffle = source, seed, shuffle
+        self._end = end  # the cursor at the end of the run; None: there is always a next batch
         self._batch_size, self._shard_size = batch_size, batch_size // batch_shards
         self._prefetch_steps = prefetch_steps
         self._pool = concurrent.futures.ThreadPoolExecutor(threads, "ftrain-data")
         self._reads: dict[tuple[int, int], concurrent.futures.Future[Batch]] = {}
 
-    def shards(self, cursor: int, shards: Iterable[int]) -> list[tuple[int, Batch]]:
+    def shards(self, cursor: int, shards: Iterable[int]) -> list[tuple[int, Batch | None]]:
         """The batches of `shards` of the step that starts at `cursor`; reads the next ahead.
 
+        In the run's last step one may be shorter, and None stands for those without any sample.
         What was read ahead for shards that stay with this worker is kept over a change of the set.
 
         Raises:
@@ -232,18 +235,28 @@ class ShardReader:
         for step in range(1 + self._prefetch_steps):
             for shard in shards:
                 self._read(cursor + step * self._batch_size, shard)
-        return [(shard, self._reads.pop((cursor, shard)).result()) for shard in shards]
+        return [
+            (s, self._reads.pop((cursor, s)).result() if self._samples(cursor, s) else None)
+            for s in shards
+        ]
 
     def _read(self, cursor: int, shard: int) -> None:
-        if (cursor, shard) not in self._reads:
+        if (cursor, shard) not in self._reads and self._samples(cursor, shard):
             self._reads[cursor, shard] = self._pool.submit(self._fetch, cursor, shard)
 
     def _fetch(self, cursor: int, shard: int) -> Batch:
         return self._source.batch(self._indices(cursor, shard))
 
+    def _samples(self, cursor: int, shard: int) -> int:
+        """The samples of a shard: none beyond the end of the run."""
+        left = self._shard_size
+        if self._end is not None:
+            left = self._end - cursor - shard * self._shard_size
+        return max(0, min(self._shard_size, left))
+
     def _indices(self, cursor: int, shard: int) -> np.ndarray:
         start = cursor + shard * self._shard_size
-        positions = np.arange(start, start + self._shard_size, dtype=np.int64)
+        positions = np.arange(start, start + self._samples(cursor, shard), dtype=np.int64)
         return sample_indices(
             positions, self._source.length, seed=self._seed, shuffle=self._shuffle
         )

@@ -15,6 +15,8 @@ GPU_FLAGS = {
     "--xla_gpu_nccl_terminate_on_error": "false",
     "--xla_gpu_nccl_async_execution": "true",
     "--xla_gpu_nccl_blocking_communicators": "false",
+    # One worker compiles alone and the others load what it made: it must not wait for their share.
+    "--xla_gpu_shard_autotuning": "false",
 }
 
 # For `reduction: reproducible`: each process would choose among kernels by timing them, and sums by
@@ -61,6 +63,9 @@ def worker_environment(config: Config, platform: str, environ: Mapping[str, str]
             XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE="1",
             XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT="1",
         )
+        # Memory grows with use instead of 75 % of the GPU being taken at once: a replacement starts
+        # beside what its predecessor may not have given back yet, and `ftrain debug` beside a run.
+        env.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     else:
         # Beyond the watchdog's patience: it names the culprit, a collective's own timeout cannot.
         patience_s = max(600, 2 * int(config.cluster.hang_timeout_s))
@@ -84,7 +89,12 @@ def own_environment(
     """What differs from `worker_environment` in the environment of one worker process."""
     own = {"FTRAIN_WORKER_ID": str(worker), "FTRAIN_INCARNATION": str(incarnation)}
     if platform == "gpu":
-        own["CUDA_VISIBLE_DEVICES"] = visible_gpus(env)[worker]
+        gpus = visible_gpus(env)
+        own["CUDA_VISIBLE_DEVICES"] = gpus[worker]
+        if gpus.count(gpus[worker]) > 1:
+            # Workers may share a GPU (CUDA_VISIBLE_DEVICES=0,0), to try things out. NCCL refuses
+            # two ranks on one GPU of one host (2.28): as if on other hosts they go by the network.
+            own["NCCL_HOSTID"] = f"ftrain-{worker}"
     return own
 
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ftrain.digests import Digests
     from ftrain.evaluation import Evaluation
     from ftrain.step import StepPrograms
+    from ftrain.target import Target
     from ftrain.trainer import Trainer
 
 DIGEST_BYTES = 32
@@ -75,6 +76,7 @@ class StepLoop:
 
     trainer: Trainer
     config: Config
+    target: Target
     members: Members
     identity: Identity
     spec: StateSpec
@@ -136,7 +138,7 @@ class StepLoop:
         self._after_last_commit(view)
         if self._evaluation_due():
             return self._evaluate_part()
-        if self.progress.stopping or self.state.step >= self.config.steps:
+        if self.progress.stopping or self._target_reached():
             return self._finish(view)
         if len(view.workers) < self.config.cluster.min_workers:
             return self._pause()
@@ -193,6 +195,7 @@ class StepLoop:
                 "identity": self.fingerprint,
             },
         )
+        self._open_plane(view)
         # R5: blank ranks below every step, and of those furthest ahead the lowest gives.
         ahead = {w: -1 if holds[w]["step"] is None else holds[w]["step"] for w in view.workers}
         donor = self._same_members_donor(ahead, {w: holds[w]["identity"] for w in view.workers})
@@ -203,7 +206,6 @@ class StepLoop:
                 self._begin()
         if donor == self.members.me:
             self.members.publish("progress", self.progress)
-        self._open_plane(view)
         self._sync(view, donor, [w for w in view.workers if 0 <= ahead[w] == ahead[donor]])
         progress = Progress(*self.members.read("progress"))
         # A stop that one has committed is everybody's, kept whatever becomes of this block: none
@@ -243,6 +245,7 @@ class StepLoop:
             failed=self.members.view_failed,
             end_connecting=self.members.end_connecting,
         )
+        self.plane.connect()
 
     def _sync(self, view: View, donor: int, holders: list[int]) -> None:
         self.beat.phase("sync")
@@ -327,11 +330,12 @@ class StepLoop:
         self.beat.phase("data")
         shards = shards_of(self.plane.rank, len(view.workers), self.config.batch_shards)
         batches = self.reader.shards(self.state.cursor, shards)
+        self._compile_shorter(batches)
         self.beat.phase("gradient")
         sums = self._sums(batches)
         self.beat.phase("update")
         new_state, metrics, stop, found = self.programs.update(
-            self.state, sums, self.config.batch_size
+            self.state, sums, self.target.batch(self.state.cursor)
         )
         # The request to stop travelled in the sums: all stop at one step.
         progress = self.progress._replace(stopping="stop" if stop else "", skipped=0)
@@ -388,22 +392,34 @@ class StepLoop:
             },
         )
 
-    def _sums(self, batches: list[tuple[int, Batch]]) -> Buffers:
+    def _target_reached(self) -> bool:
+        return self.target.reached(self.state.step, self.state.cursor)
+
+    def _compile_shorter(self, batches: list[tuple[int, Batch | None]]) -> None:
+        """The program of the run's last, shorter shard: by the one that has it, once it is due."""
+        for _, batch in batches:
+            if batch is not None and self.programs.lacks(batch):
+                self.beat.phase("compile")
+                self.programs.compile_for(batch, self.compile)
+
+    def _sums(self, batches: list[tuple[int, Batch | None]]) -> Buffers:
         """What the shards of all members add up to, in the order that the config asks for."""
         stop = self.stop_requested()
+
+        def ready() -> None:
+            self.beat.phase("reduce")
+
         if self.config.reduction == "fast":
             buffers = self.programs.gradients(self.state, batches, stop=stop)
-            self.beat.phase("reduce")
-            return self.plane.sum(buffers)
+            return self.plane.sum(buffers, ready)
         nodes = self.programs.nodes(self.state, batches, stop=stop)
-        self.beat.phase("reduce")
-        return tree_sum(self.plane, nodes, self.config.batch_shards)
+        return tree_sum(self.plane, nodes, self.config.batch_shards, ready)
 
     def _evaluation_due(self) -> bool:
         if self.evaluation is None or self.progress.stopping:
             return False
         step, every = self.state.step, self.config.eval.every_steps
-        due = step >= self.config.steps or (every and step % every == 0)
+        due = self._target_reached() or (every and step % every == 0)
         return bool(due) and self.progress.evaluated < step
 
     def _evaluate_part(self) -> Outcome:

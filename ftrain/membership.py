@@ -14,7 +14,9 @@ import hashlib
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any, NoReturn
 
 import jax
@@ -74,6 +76,8 @@ class Members:
         self._client = self._newest = None
         self._incarnation: int | None = None
         self._cutter: communicators.Cutter | None = None
+        self._unmet: list[int] = []  # whose stores are yet to be met in this view (GPU)
+        self._settling = False  # the others may be waiting for this worker in the view's settle
         self._gloo_group = ""  # where gloo's members of the view publish their addresses
         self._uses: collections.Counter[View] = collections.Counter()
         self._names: list[str] = []  # whose keys are still in the store, oldest first
@@ -143,6 +147,12 @@ class Members:
             self._report("attempt_failed", reason=str(error))
             self.cancel()
             self._reregister()
+            if self._runtime.cancels_by_incarnation:
+                self._runtime.renew_store()
+            if self._unmet:
+                self._run_aside(self._runtime.meet_stores, self._unmet, for_backend=False)
+            if self._settling:
+                threading.Thread(target=self._fail_settle, args=(self.name,), daemon=True).start()
         except BaseException as second:  # noqa: BLE001  as above: nothing may reach the barrier
             self._local_error(second)
 
@@ -161,8 +171,8 @@ class Members:
         self._learn_incarnation()
 
     def cancel(self) -> None:
-        """Ends every member's collective of this view (CPU; on GPU the new incarnation does)."""
-        if self._cutter is not None:
+        """Ends every member's collective of this view; on GPU its first, the others end by R3."""
+        if self._names:
             self._store.key_value_set(self._key("failed"), "1", allow_overwrite=True)
 
     def settle(self, view: View, mine: dict[str, Any]) -> dict[int, dict[str, Any]]:
@@ -189,6 +199,7 @@ class Members:
         self._leave_view()
         self._uses[view] += 1
         self._names.append(f"{view.name}.{self._uses[view]}")
+        self._settling, self._unmet = True, []
         with _calls_that_fail("settle"):
             # For the coordinator: should one of these die before all have met and connected, nobody
             # but the coordinator can tell the others, who wait for it (see its `_release`).
@@ -197,12 +208,31 @@ class Members:
                 json.dumps({"name": self.name, "incarnations": dict(view.incarnations)}),
                 allow_overwrite=True,
             )
+            if self._runtime.cancels_by_incarnation and len(view.workers) > 1:
+                self._unmet = view.workers
+                mine = {**mine, "store": self._runtime.store_incarnation()}
             self._store.key_value_set(self._key(f"holds/{self.me}"), json.dumps(mine))
             self._clean(view, keep=2)
-            self._client.wait_at_barrier(
-                f"ftrain/settle/{self.name}", SETTLE_TIMEOUT_S * 1000, view.workers
-            )
-            return self._read_ids(self._key("holds"))
+            self._meet(view.workers)
+            holds = self._read_ids(self._key("holds"))
+            self._settling = False
+            self._meet_stores({w: held.get("store") for w, held in holds.items()})
+            return holds
+
+    def _meet(self, workers: list[int]) -> None:
+        self._client.wait_at_barrier(f"ftrain/settle/{self.name}", SETTLE_TIMEOUT_S * 1000, workers)
+
+    def _fail_settle(self, name: str) -> None:
+        """Fails the settle of that name for the others, who would wait in it until its deadline.
+
+        By a call with other participants, one of whom never comes; repeated for a while, both as in
+        the coordinator's `_release`.
+        """
+        nobody = self._runtime.workers + 1  # of the coordinator's tasks, the one never there
+        for pause_s in (0.0, 0.02, 0.05, 0.1, 0.2, 0.5):
+            time.sleep(pause_s)
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self._client.wait_at_barrier(f"ftrain/settle/{name}", 2000, [self.me, nobody])
 
     @property
     def name(self) -> str:
@@ -211,7 +241,12 @@ class Members:
 
     def open_devices(self, view: View) -> list[jax.Device]:
         """Fresh devices for the collectives of a settled view, in the order of `view.workers`."""
-        if self._runtime.platform != "cpu" or len(view.workers) == 1:
+        if len(view.workers) == 1:
+            return jax.local_devices()
+        if self._runtime.cancels_by_incarnation:
+            # JAX cancels a sum by itself, but not while NCCL connects (jax 0.11.2): there the key
+            # is listened to, as on CPU.
+            self._cutter = self._listen_for_failure(set, set())
             return [d for d in jax.devices() if d.process_index in view.workers]
         before = communicators.listening_ports()
         with _calls_that_fail("a new CPU client"):
@@ -219,17 +254,55 @@ class Members:
         own = communicators.listening_ports() - before
         with _calls_that_fail("publishing the view's ports"):
             self._store.key_value_set(self._key(f"ports/{self.me}"), json.dumps(sorted(own)))
-        failed, ports = self._key("failed"), self._key("ports")
-        self._cutter = communicators.Cutter(
-            lambda: self._wait_for_failure(failed), lambda: self._peer_ports(ports), own
-        )
+        ports = self._key("ports")
+        self._cutter = self._listen_for_failure(lambda: self._peer_ports(ports), own)
         members = [d for d in devices if d.process_index in view.workers]
         self._gloo_group = GLOO_PREFIX + ",".join(str(d.id) for d in members) + "/"
         return members
 
+    def _listen_for_failure(
+        self, peer_ports: Callable[[], set[int]], own_ports: set[int]
+    ) -> communicators.Cutter:
+        failed = self._key("failed")
+        return communicators.Cutter(lambda: self._wait_for_failure(failed), peer_ports, own_ports)
+
+    def _meet_stores(self, expected: dict[int, int | None]) -> None:
+        """Tells this worker's backend which incarnations its collectives are with (GPU).
+
+        Args:
+          expected: the incarnations of the view's stores, as each has said.
+
+        Raises:
+          AttemptFailedError: one of them is another by now: its own attempt has failed since, or it
+            died, and it would be missed in the first collective.
+        """
+        if not self._unmet:
+            return
+        with _calls_that_fail("meeting the view's stores"):
+            found = self._run_aside(
+                self._runtime.meet_stores, self._unmet, for_backend=True
+            ).result(timeout=SETTLE_TIMEOUT_S)
+        if found != expected:
+            raise AttemptFailedError(f"the stores {expected} are {found} by now")
+        self._unmet = []
+
+    @staticmethod
+    def _run_aside(call: Callable[..., Any], *args: Any, **options: Any) -> Future[Any]:
+        """Runs a call of the service that has no deadline in a thread that can be left behind."""
+        result: Future[Any] = Future()
+
+        def work() -> None:
+            try:
+                result.set_result(call(*args, **options))
+            except jax.errors.JaxRuntimeError as error:
+                result.set_exception(error)
+
+        threading.Thread(target=work, name="ftrain-aside", daemon=True).start()
+        return result
+
     @property
     def view_failed(self) -> threading.Event | None:
-        """Set when an attempt in this view has failed; None where JAX cancels by itself."""
+        """Set when an attempt in this view has failed; None for a view of one."""
         return None if self._cutter is None else self._cutter.failed
 
     def end_connecting(self) -> None:
@@ -239,6 +312,8 @@ class Members:
         whose members may be the same. So the missing addresses are set, to a port where nobody
         listens.
         """
+        if self._runtime.cancels_by_incarnation:
+            return  # NCCL's is keyed by incarnations, which will be others
         group = dict(self._store.key_value_dir_get_bytes(self._gloo_group))
         mine = next(iter(group.values()), None)
         where = -1 if mine is None else mine.find(LOOPBACK)
@@ -336,5 +411,5 @@ def _calls_that_fail(what: str) -> Iterator[None]:
     """Calls whose failure may be another's doing: the attempt fails, and all try again."""
     try:
         yield
-    except (jax.errors.JaxRuntimeError, ValueError) as error:
+    except (jax.errors.JaxRuntimeError, ValueError, TimeoutError) as error:
         raise AttemptFailedError(f"{what}: {error}") from error

@@ -38,7 +38,7 @@ class DataPlane:
       me: this worker's.
       shapes: of the buffers that a step sums; one of them is float32.
       compile: compiles a lowered program.
-      failed: set when an attempt in this view has failed; None where collectives are cancelled.
+      failed: set when an attempt in this view has failed; None for a view of one.
       end_connecting: called when connecting was given up while another thread is still at it.
     """
 
@@ -62,6 +62,16 @@ class DataPlane:
         self._device = self._mesh.devices[self.rank][0]
         self._programs: dict[tuple, jax.stages.Compiled] = {}
 
+    def connect(self) -> None:
+        """Connects the members on GPU, where nothing that may fail may come before it.
+
+        A member that waits in NCCL for one that never connects cannot be let go, and whatever its
+        device is given later waits behind it (jax 0.11.2). gloo connects in the first sum, and can
+        be let go.
+        """
+        if self._home.platform == "gpu":
+            self.sum([jax.device_put(np.zeros((1, 1, 1), np.float32), self._home)])
+
     def gather(self, row: bytes, size: int) -> list[bytes]:
         """Every member's `row` of `size` bytes, by rank; zeros where a member gave b"".
 
@@ -76,10 +86,15 @@ class DataPlane:
         flat = np.asarray(summed[table]).reshape(-1)[: len(self.workers) * size]
         return [r.tobytes() for r in flat.astype(np.uint8).reshape(-1, size)]
 
-    def sum(self, buffers: Buffers) -> Buffers:
+    def sum(self, buffers: Buffers, ready: Callable[[], None] = lambda: None) -> Buffers:
         """The sum of every member's `buffers`; same shapes and dtypes, on this worker's device.
 
         A collective: every member calls it with buffers of the same shapes. Waits for the result.
+
+        Args:
+          buffers: this worker's.
+          ready: called once they are computed. From there on it is the others who are waited for;
+            before it a hang is this worker's own.
 
         Raises:
           AttemptFailedError: the collective failed or was cancelled; by whom is not known.
@@ -87,11 +102,15 @@ class DataPlane:
         if len(self.workers) == 1:
             return buffers
         return self.collect(
-            "sum", lambda parts: [jax.lax.psum(part, "worker") for part in parts], buffers
+            "sum", lambda parts: [jax.lax.psum(part, "worker") for part in parts], buffers, ready
         )
 
     def collect(
-        self, name: Hashable, body: Callable[[Buffers], Buffers], buffers: Buffers
+        self,
+        name: Hashable,
+        body: Callable[[Buffers], Buffers],
+        buffers: Buffers,
+        ready: Callable[[], None] = lambda: None,
     ) -> Buffers:
         """What `body` makes of every member's `buffers`, on this worker's device.
 
@@ -100,6 +119,7 @@ class DataPlane:
           body: from one member's buffers to its results, of shapes (1, 1, n) both. Traced in
             `shard_map` over the axes "worker" and "device".
           buffers: this worker's.
+          ready: as for `sum`.
 
         A collective, for two members or more, and it raises, as `sum`. Waits for the result.
         """
@@ -113,9 +133,7 @@ class DataPlane:
                 for b in shards
             ]
             program = self._program(name, body, joined)
-            run = self._run if self._connected or self._failed is None else self._connect
-            summed = run(program, joined)
-            self._connected = True
+            summed = self._execute(program, joined, ready)
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             # gloo surfaces as ValueError from a jitted call, as JaxRuntimeError when a group cannot
             # be formed (jax 0.10.2 to 0.12.0.1). Running out of memory is this worker's own error.
@@ -124,15 +142,34 @@ class DataPlane:
             raise AttemptFailedError(f"sum over workers {self.workers}: {error}") from error
         return [jax.device_put(s.addressable_shards[0].data, self._home) for s in summed]
 
+    def _execute(
+        self,
+        program: jax.stages.Compiled,
+        joined: list[jax.Array],
+        ready: Callable[[], None],
+    ) -> list[jax.Array]:
+        if self._connected and self._home.platform == "gpu":
+            summed = program(joined)  # queued behind the gradients, so that no gap is between them
+            jax.block_until_ready(joined)
+            ready()
+            return jax.block_until_ready(summed)
+        jax.block_until_ready(joined)
+        ready()
+        run = self._run if self._connected or self._failed is None else self._connect
+        summed = run(program, joined)
+        self._connected = True
+        return summed
+
     @staticmethod
     def _run(program: jax.stages.Compiled, joined: list[jax.Array]) -> list[jax.Array]:
         return jax.block_until_ready(program(joined))
 
     def _connect(self, program: jax.stages.Compiled, joined: list[jax.Array]) -> list[jax.Array]:
-        """The first sum of a view, in which gloo connects the members to one another.
+        """The first sum of a view, in which gloo or NCCL connects the members.
 
         gloo waits 30 s for a member that dies meanwhile, whatever timeout it is told, and there is
-        no connection yet to cut. So it runs in a thread, which is left behind when the view fails.
+        no connection yet to cut; NCCL waits for ever, and is cancelled only once it is connected
+        (jax 0.11.2). So it runs in a thread, which is left behind when the view fails.
         """
         result: concurrent.futures.Future[list[jax.Array]] = concurrent.futures.Future()
 

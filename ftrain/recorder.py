@@ -136,6 +136,10 @@ class Recorder:
             "digest",
         )
 
+    def _on_target_known(self, worker: int, record: Record, generation: int) -> None:
+        if self._first("target_known"):
+            self._event("target_known", record, "steps", "samples", "dataset_length")
+
     def _on_checkpoint_saved(self, worker: int, record: Record, generation: int) -> None:
         self._event("checkpoint_saved", record, "step", "seconds", "tier")
 

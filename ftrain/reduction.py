@@ -18,7 +18,7 @@ One worker alone has the root already.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -30,13 +30,19 @@ from ftrain.tree import Node, Sums, nodes_of
 Held = tuple[tuple[Node, ...], ...]  # the nodes of each rank
 
 
-def tree_sum(plane: DataPlane, nodes: Sequence[Buffers], shards: int) -> Buffers:
+def tree_sum(
+    plane: DataPlane,
+    nodes: Sequence[Buffers],
+    shards: int,
+    ready: Callable[[], None] = lambda: None,
+) -> Buffers:
     """The sum of all shards of a step, in the order of the tree; on this worker's device.
 
     Args:
       plane: of the view.
       nodes: this worker's node sums, as `tree.nodes_of` its shards; anything, once, if it has none.
       shards: of the step, over all workers.
+      ready: called once the nodes are computed, as for `DataPlane.sum`.
 
     A collective, as `DataPlane.sum`, and it raises what that does.
     """
@@ -50,6 +56,7 @@ def tree_sum(plane: DataPlane, nodes: Sequence[Buffers], shards: int) -> Buffers
         ("tree", shards),
         functools.partial(finish, held=held, shards=shards),
         [buffer for group in groups for buffer in group],
+        ready,
     )
 
 

@@ -4,12 +4,17 @@ This file and `membership`, `worker`, `coordinator` are the only ones that name 
 internals. Each private name was checked on jax 0.10.2 and 0.12.0.1 (CPU); `versions` refuses
 others.
 
-Every worker holds two tasks of the coordination service. Its *store* task (id `workers + i`) is
-connected while the worker warms up and carries the key-value store: backends and gloo need it. Its
-*member* task (id `i`) is what the liveness barrier counts, and is connected last, when the worker
-could call the barrier at once (rule R9): the others never wait for a process that is still
-importing. (A client may not touch the store before it has connected: the service ends the process.
-Seen on both.)
+Every worker holds two tasks of the coordination service. Its *store* task (id `i`, the number its
+backend knows it by) is connected while the worker warms up and carries the key-value store:
+backends and gloo need it. Its *member* task (id `workers + i`) is what the liveness barrier counts,
+and is connected last, when the worker could call the barrier at once (rule R9): the others never
+wait for a process that is still importing. (A client may not touch the store before it has
+connected: the service ends the process. Seen on both.)
+
+On GPU a backend names NCCL communicators by the incarnations of the store tasks, as its own client
+last heard them from `get_live_nodes`, and cancels those in which one has changed (jax 0.11.2). So
+there the store tasks of a view meet too (`meet_stores`), a failed attempt renews the worker's own
+(`renew_store`), and the coordinator fences both.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -37,7 +42,7 @@ def make_client(address: str, task: int, *, heartbeat_timeout_s: float, owned: b
 
     Args:
       address: host:port of the coordinator.
-      task: the task's id, 0 .. 2 * workers - 1.
+      task: the task's id, 0 .. 2 * workers - 1, see above.
       heartbeat_timeout_s: the service counts the task as gone after so long without a heartbeat.
       owned: whether `shutdown()` may be called. Workers pass False: their end must send nothing,
         since by then the id may belong to their replacement (rule R9).
@@ -51,6 +56,28 @@ def make_client(address: str, task: int, *, heartbeat_timeout_s: float, owned: b
         use_compression=False,
         shutdown_on_destruction=owned,
     )
+
+
+class MemberClient:
+    """A client whose task is `offset + worker`, for callers who speak of workers.
+
+    All else is the client's own: JAX and Orbax use what `global_state.client` holds.
+    """
+
+    def __init__(self, client: Client, offset: int):
+        self._client, self._offset = client, offset
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def get_live_nodes(self, workers: Sequence[int]) -> dict[int, int]:
+        """The liveness barrier: the incarnations of those of `workers` that are alive."""
+        tasks = self._client.get_live_nodes([self._offset + w for w in workers])
+        return {task - self._offset: incarnation for task, incarnation in tasks.items()}
+
+    def wait_at_barrier(self, name: str, timeout_ms: int, workers: Sequence[int]) -> None:
+        """The named barrier of `workers`."""
+        self._client.wait_at_barrier(name, timeout_ms, [self._offset + w for w in workers])
 
 
 class Runtime:
@@ -67,10 +94,15 @@ class Runtime:
             # Only the first start needs all workers; a slow data set of one must not fail the rest.
             jax.config.update("jax_cpu_get_local_topology_timeout_minutes", 24 * 60)
             jax.config.update("jax_cpu_get_global_topology_timeout_minutes", 24 * 60)
-        self.store = make_client(
-            address, workers + worker, heartbeat_timeout_s=heartbeat_timeout_s, owned=False
+        self.cancels_by_incarnation = platform == "gpu"
+        self.store = self._newest_store = self._connect(worker)
+
+    def _connect(self, task: int) -> Client:
+        client = make_client(
+            self._address, task, heartbeat_timeout_s=self._heartbeat_timeout_s, owned=False
         )
-        self.store.connect()
+        client.connect()
+        return client
 
     def start_backend(self) -> None:
         """Opens the default backend: the worker's own devices, and the names of everybody's.
@@ -96,15 +128,38 @@ class Runtime:
         value = self.store.blocking_key_value_get_bytes(TOPOLOGY_KEY[self.platform], 10_000)
         self.store.key_value_set_bytes(TOPOLOGY_COPY, value, allow_overwrite=True)
 
-    def connect_member(self) -> Client:
+    def connect_member(self) -> MemberClient:
         """Registers this worker under its own id: a new incarnation, counted by the barrier."""
-        client = make_client(
-            self._address, self.worker, heartbeat_timeout_s=self._heartbeat_timeout_s, owned=False
-        )
-        client.connect()
-        return client
+        return MemberClient(self._connect(self.workers + self.worker), self.workers)
 
-    def use_member(self, client: Client) -> None:
+    def renew_store(self) -> None:
+        """A new incarnation of the store task: every backend cancels its collectives with it.
+
+        The newest is kept for its heartbeats. Keys stay on the first, and so does the backend.
+        """
+        self._newest_store = self._connect(self.worker)
+
+    def store_incarnation(self) -> int | None:
+        """The store task's incarnation, as the others' backends know it.
+
+        Not asked through the first client: its backend would take this for all that are alive.
+        """
+        return self._newest_store.get_live_nodes([self.worker]).get(self.worker)
+
+    def meet_stores(self, workers: Sequence[int], *, for_backend: bool) -> dict[int, int]:
+        """Waits until all `workers` have called this; returns their store tasks' incarnations.
+
+        Has no deadline of its own.
+
+        Args:
+          workers: the members of a view.
+          for_backend: whether this worker's collectives are to be with just these from now on; or
+            the call only lets the others go.
+        """
+        client = self.store if for_backend else self._newest_store
+        return dict(client.get_live_nodes(list(workers)))
+
+    def use_member(self, client: MemberClient) -> None:
         """`live_devices` makes its calls through `client` from now on."""
         distributed.global_state.client = client
 

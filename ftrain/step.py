@@ -11,7 +11,7 @@ times slower, jax 0.10.2.)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.extend.core
@@ -44,6 +44,9 @@ from ftrain.state import (
 )
 from ftrain.tree import Node, Sums
 from ftrain.user_metrics import check_metrics, metric_names
+
+if TYPE_CHECKING:
+    from ftrain.data import Batch
 
 
 def state_spec(trainer: Any, seed: int) -> StateSpec:
@@ -88,10 +91,10 @@ def initial_state(trainer: Any, spec: StateSpec, seed: int) -> Committed:
 
 
 class StepPrograms:
-    """The compiled programs of a trainer, for one shape of shard.
+    """The compiled programs of a trainer, for one shape of shard and that of a shorter, last one.
 
     Args:
-      batch_shapes: the leaves of one shard's batch, `samples` long, in the tree `batch_tree`.
+      batch_shapes: the leaves of a whole shard's batch, in the tree `batch_tree`.
       table_size: floats that the float32 buffer has room for at least, see `DataPlane.gather`.
       judged_shards: the batch's shards, if it shall be found out which of them gave values that are
         not finite; 0: nothing is judged, and nothing is paid for it.
@@ -106,36 +109,23 @@ class StepPrograms:
         batch_tree: Any,
         *,
         seed: int,
-        samples: int,
         reduce_dtype: str,
         table_size: int = 0,
         judged_shards: int = 0,
         tree_shards: int | None = None,
     ):
         self._trainer, self._spec, self._tree_shards = trainer, spec, tree_shards
-        self._batch_tree, self._seed, self._samples = batch_tree, seed, samples
+        self._batch_tree, self._seed = batch_tree, seed
         self._params, self._opt, self._model = spec.split(spec.leaves)
         self._batch = list(batch_shapes)
         self._judged_shards = judged_shards
+        self._shorter_programs: dict[int, jax.stages.Compiled] = {}  # by their shard's samples
         self._plan(reduce_dtype, table_size)
 
     # What is summed, found out by tracing the user's loss once without computing anything.
 
     def _plan(self, reduce_dtype: str, table_size: int) -> None:
-        index = jax.ShapeDtypeStruct((), jnp.int32)
-        jaxpr, out = jax.make_jaxpr(
-            lambda model, params, batch, step, shard: self._loss(params, model, batch, step, shard),
-            return_shape=True,
-        )(self._model, self._params, self._batch, index, index)
-        _, metrics, _, model = out
-        # A leaf handed back untouched stays as it is and does not travel: averaging equal copies
-        # changes the bits of most of them (facts: 64 % of elements at 12 copies).
-        returned = _origins(jaxpr.jaxpr)[len(jaxpr.jaxpr.outvars) - len(model) :]
-        taken = jaxpr.jaxpr.invars[: len(model)]
-        self._changed = [
-            i for i, (a, b) in enumerate(zip(returned, taken, strict=True)) if a is not b
-        ]
-        self.metric_names = metric_names("loss", metrics)
+        self.metric_names, self._changed = self._outputs(self._batch)
         layout = self._layout = Layout()
         self._grad_slots = [
             layout.add(
@@ -149,6 +139,40 @@ class StepPrograms:
         self._stop = layout.add((), jnp.float32)
         self._flags = layout.add((self._judged_shards,), jnp.float32)
         layout.reserve(table_size, jnp.float32)
+
+    def _outputs(self, batch: list[jax.ShapeDtypeStruct]) -> tuple[list[str], list[int]]:
+        """The names of the loss's metrics, and which leaves of the model state it changes."""
+        index = jax.ShapeDtypeStruct((), jnp.int32)
+        jaxpr, out = jax.make_jaxpr(
+            lambda model, params, batch, step, shard: self._loss(params, model, batch, step, shard),
+            return_shape=True,
+        )(self._model, self._params, batch, index, index)
+        _, metrics, _, model = out
+        # A leaf handed back untouched stays as it is and does not travel: averaging equal copies
+        # changes the bits of most of them (facts: 64 % of elements at 12 copies).
+        returned = _origins(jaxpr.jaxpr)[len(jaxpr.jaxpr.outvars) - len(model) :]
+        taken = jaxpr.jaxpr.invars[: len(model)]
+        changed = [i for i, (a, b) in enumerate(zip(returned, taken, strict=True)) if a is not b]
+        return metric_names("loss", metrics), changed
+
+    def check_shorter(self, samples: int) -> None:
+        """Traces the loss of the run's last, shorter shard, so that its errors come at the start.
+
+        Args:
+          samples: of that shard; 0: there is none.
+
+        Raises:
+          TrainerError: it returns other metrics or changes other model state than a whole one.
+        """
+        if not samples:
+            return
+        outputs = self._outputs([_with_samples(b, samples) for b in self._batch])
+        if outputs != (self.metric_names, self._changed):
+            raise TrainerError(
+                f"loss: for the last shard of the run, of {samples} samples instead of "
+                f"{self._batch[0].shape[0]}, it returns other metrics or changes other leaves of "
+                f"the model state: {outputs}, not {(self.metric_names, self._changed)}"
+            )
 
     def _loss(
         self,
@@ -178,7 +202,8 @@ class StepPrograms:
                 f"loss: returned {describe(value)}; it must be a float scalar, the "
                 "mean over the shard"
             )
-        weight = self._samples if out.weight is None else jax.lax.stop_gradient(out.weight)
+        samples = batch[0].shape[0]
+        weight = samples if out.weight is None else jax.lax.stop_gradient(out.weight)
         check_metrics("loss", out.metrics)
         new = list(model) if out.model_state is None else self._model_leaves(out.model_state)
         return value, dict(out.metrics), jnp.asarray(weight, jnp.float32), new
@@ -323,9 +348,7 @@ class StepPrograms:
         """Traces all programs. Python's work, which no cache saves and nobody need wait for."""
         index, buffers = jax.ShapeDtypeStruct((), jnp.int32), self._layout.shapes()
         self._lowered = (
-            jax.jit(self._shard, donate_argnums=5).lower(
-                self._params, self._model, self._batch, index, index, buffers
-            ),
+            self._lower_shard(self._batch),
             jax.jit(self._empty).lower(jax.ShapeDtypeStruct((), jnp.float32)),
             jax.jit(self._update).lower(
                 self._params, self._opt, self._model, buffers, index, index
@@ -338,6 +361,12 @@ class StepPrograms:
         """The programs made of the user's code, by its method; between `lower` and `compile`."""
         return {"loss": self._lowered[0], "update": self._lowered[2]}
 
+    def _lower_shard(self, batch: list[jax.ShapeDtypeStruct]) -> jax.stages.Lowered:
+        index, buffers = jax.ShapeDtypeStruct((), jnp.int32), self._layout.shapes()
+        return jax.jit(self._shard, donate_argnums=5).lower(
+            self._params, self._model, batch, index, index, buffers
+        )
+
     def compile(self, compile: Callable[[Any], Any]) -> None:
         """Compiles what `lower` traced, or loads it from the compilation cache."""
         programs = map(compile, self._lowered)
@@ -345,38 +374,51 @@ class StepPrograms:
         self._add_program = more[0] if more else None
         del self._lowered
 
+    def lacks(self, batch: Batch) -> bool:
+        """Whether the program for a shard of so many samples is still to be compiled."""
+        return len(batch[0]) not in (self._batch[0].shape[0], *self._shorter_programs)
+
+    def compile_for(self, batch: Batch, compile: Callable[[Any], Any]) -> None:
+        """Traces and compiles the program for a shard of so many samples."""
+        samples = len(batch[0])
+        lowered = self._lower_shard([_with_samples(b, samples) for b in self._batch])
+        self._shorter_programs[samples] = compile(lowered)
+
     @property
     def buffer_shapes(self) -> list[jax.ShapeDtypeStruct]:
         """The buffers that a step sums over the workers."""
         return self._layout.shapes()
 
     def gradients(
-        self, state: Committed, shards: Sequence[tuple[int, list[np.ndarray]]], *, stop: bool
+        self, state: Committed, shards: Sequence[tuple[int, Batch | None]], *, stop: bool
     ) -> Buffers:
-        """This worker's part of a step's sums; zeros if it has no shard."""
-        params, _, model = self._spec.split(state.leaves)
+        """This worker's part of a step's sums; zeros if it has no shard, or none with samples."""
         buffers = self._empty_program(np.float32(stop))
         for shard, batch in shards:
-            buffers = self._shard_program(
-                params, model, batch, np.int32(state.step), np.int32(shard), buffers
-            )
+            buffers = self._add_shard(state, shard, batch, buffers)
         return buffers
 
+    def _add_shard(
+        self, state: Committed, shard: int, batch: Batch | None, buffers: Buffers
+    ) -> Buffers:
+        if batch is None:
+            return buffers
+        params, _, model = self._spec.split(state.leaves)
+        program = self._shorter_programs.get(len(batch[0]), self._shard_program)
+        return program(params, model, batch, np.int32(state.step), np.int32(shard), buffers)
+
     def nodes(
-        self, state: Committed, shards: Sequence[tuple[int, list[np.ndarray]]], *, stop: bool
+        self, state: Committed, shards: Sequence[tuple[int, Batch | None]], *, stop: bool
     ) -> list[Buffers]:
         """As `gradients`, but the sums of the tree's nodes that `shards` make up, in order.
 
-        Needs `tree_shards`, and a worker that has a shard: without one its `stop` is not heard.
+        Needs `tree_shards`, and a worker that has a shard: without one its `stop` is not heard. A
+        shard without samples is a leaf of the tree like the others, of zeros.
         """
-        params, _, model = self._spec.split(state.leaves)
         sums: Sums[Buffers] = Sums(self._tree_shards, self._add_program)
         for shard, batch in shards:
             buffers = self._empty_program(np.float32(stop and shard == shards[0][0]))
-            buffers = self._shard_program(
-                params, model, batch, np.int32(state.step), np.int32(shard), buffers
-            )
-            sums.take(Node(0, shard), buffers)
+            sums.take(Node(0, shard), self._add_shard(state, shard, batch, buffers))
         return sums.values or [self._empty_program(np.float32(0))]
 
     def update(
@@ -434,6 +476,10 @@ class StepPrograms:
             )
             or ["a gradient's mean"],
         )
+
+
+def _with_samples(leaf: jax.ShapeDtypeStruct, samples: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((samples, *leaf.shape[1:]), leaf.dtype)
 
 
 def _add(left: Buffers, right: Buffers) -> Buffers:

@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ftrain.errors import EXIT_OK, EXIT_TRY_AGAIN
+from ftrain.target import Target
 
 if TYPE_CHECKING:
     from ftrain.beat import Reading
@@ -37,6 +38,8 @@ class Story:
         self._deaths: dict[int, _Death] = {}
         self._commits: collections.deque[tuple[float, int]] = collections.deque()
         self._loss = float("nan")
+        self._target: Target | None = None  # once a worker has opened the data set
+        self._last_step: int | None = None
         self._last_commit_t: float | None = None
         self._saved: int | None = None
         self._begun = self._seen_all = False
@@ -106,7 +109,12 @@ class Story:
         if teller is not None:
             teller(fields)
 
+    def _tell_target_known(self, fields: dict[str, Any]) -> None:
+        self._target = Target(fields["steps"], fields["samples"], self._config.batch_size)
+
     def _tell_commit(self, line: dict[str, Any]) -> None:
+        if self._target is not None:
+            self._last_step = self._target.last_step(line["step"], line["samples"])
         self._loss = line["loss"]
         self._commits.append((line["t"], line["step"]))
         self._last_commit_t = line["t"]
@@ -133,9 +141,7 @@ class Story:
         """Tells a death that was followed by another or by its return before any commit."""
         if death is not None and not death.told:
             death.told = True
-            self._screen.line(
-                f"worker {death.worker} (pid {death.pid}) died of {death.cause} (in {death.phase})"
-            )
+            self._screen.line(f"worker {death.worker} (pid {death.pid}) {death.how}")
 
     def _tell_state_synced(self, fields: dict[str, Any]) -> None:
         death = self._deaths.pop(fields["worker"], None)
@@ -176,9 +182,9 @@ class Story:
 
     def tick(self, step: int, workers: list[int]) -> None:
         """Updates the status line."""
-        if not self._commits:
+        steps = self._last_step
+        if not self._commits or steps is None:
             return
-        steps = self._config.steps
         parts = [f"step {step}/{steps}", f"loss {self._loss:.4g}"]
         rate = self._steps_per_s()
         if rate:

@@ -86,6 +86,7 @@ class Supervisor:
             self._shut_down()
         code, reason = self._verdict
         self._recorder.close()
+        self._logs.close()
         self._log("run_finished", step=self._recorder.step, exit_code=code, reason=reason)
         self._story.finished(code, reason)
         return code

@@ -69,6 +69,10 @@ def sync_state(
     if me in with_state:
         header = HEADER.pack(mine.step, mine.cursor, digests(mine))
     headers = [HEADER.unpack(row) for row in plane.gather(header, HEADER.size)]
+    if header and headers[plane.rank] != HEADER.unpack(header):
+        # A cancelled NCCL collective ends without an error, with garbage (jax 0.11.2): zeros in
+        # place of every digest would agree with one another.
+        raise AttemptFailedError(f"worker {me}'s own row did not come back from the collective")
     step, cursor, wanted = headers[workers.index(donor)]
     check_replicas(me, step, {w: headers[workers.index(w)][2] for w in with_state})
     if len(with_state) == len(workers):

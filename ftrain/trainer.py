@@ -21,7 +21,9 @@ class Trainer:
     """Subclass it, and `ftrain run` trains it on workers that may die.
 
     Attributes:
-      config: the resolved config, read-only; there before `__init__` runs.
+      config: the resolved config, read-only; there before `__init__` runs. With `epochs: N` its
+        `steps` is None until `dataset()` has been opened, and from `init_params` and `optimizer()`
+        on the number of steps that N epochs are.
       tx: what `optimizer()` returned; it is called once a process.
     """
 
@@ -49,14 +51,18 @@ class Trainer:
     def loss(self, params: Any, batch: Any, key: jax.Array, *model_state: Any) -> Any | Loss:
         """Mean loss of one shard: a float scalar, `(scalar, metrics)`, or a `Loss`.
 
-        Traced once; pure. `batch` is the sample's tree with a leading axis of
-        `batch_size / batch_shards`; `key` is a function of (seed, step, shard); the model state is
+        Traced; pure. `batch` is the sample's tree with a leading axis of
+        `batch_size / batch_shards`, or in one shard of the last step of `epochs: N` a shorter one;
+        `key` is a function of (seed, step, shard); the model state is
         passed exactly when `init_params` returned one.
         """
         raise TypeError(f"{type(self).__name__} must define loss(self, params, batch, key)")
 
     def optimizer(self) -> optax.GradientTransformation:
-        """The optimizer; may read `self.config.steps` for a schedule."""
+        """The optimizer; may read `self.config.steps` for a schedule, with `epochs: N` too.
+
+        A run that ended with a smaller batch and is made longer takes a step more than that.
+        """
         return optax.adamw(1e-3)
 
     def update(self, state: TrainState, grads: Any) -> TrainState | tuple[TrainState, Metrics]:

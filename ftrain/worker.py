@@ -244,7 +244,10 @@ def make_loop(
     from ftrain.identity import identity_of
     from ftrain.loop import StepLoop
     from ftrain.membership import Members
+    from ftrain.target import target_of
 
+    target = target_of(config, source.length)
+    report("target_known", steps=target.steps, samples=target.samples, dataset_length=source.length)
     spec, programs, evaluation = trace(trainer, config, source, eval_source, runtime.compile_shared)
     digests = Digests(spec)
     for traced in (programs, digests):
@@ -274,6 +277,7 @@ def make_loop(
             with runtime.shares_compile_cache():
                 return initial_state(trainer, spec, config.seed)
         saver.already_durable(restored.step)
+        programs.check_shorter(target.shorter_shard(restored.cursor, config.batch_shards))
         return restored
 
     reader = ShardReader(
@@ -284,11 +288,13 @@ def make_loop(
         batch_shards=config.batch_shards,
         prefetch_steps=config.data.prefetch_steps,
         threads=config.data.threads,
+        end=target.samples,
     )
     runtime.freeze_heap()
     return StepLoop(
         trainer,
         config,
+        target,
         members,
         identity,
         spec,
@@ -309,21 +315,25 @@ def make_loop(
 def trace(
     trainer: Any, config: Config, source: Any, eval_source: Any, compile: Callable[[Any], Any]
 ) -> tuple[Any, Any, Any]:
-    """The state's spec and the programs, from shapes alone. Checks every rule of the API."""
+    """The state's spec and the programs, from shapes alone. Checks every rule of the API.
+
+    From here on the trainer's config has the number of steps, also where epochs were asked for.
+    """
     from ftrain.evaluation import Evaluation
     from ftrain.step import StepPrograms, state_spec
     from ftrain.sync import HEADER
+    from ftrain.target import target_of
 
+    target = target_of(config, source.length)
+    trainer.config = config.model_copy(update={"steps": target.steps})
     trainer.tx = trainer.optimizer()
     spec = state_spec(trainer, config.seed)
-    samples = config.batch_size // config.batch_shards
     programs = StepPrograms(
         trainer,
         spec,
-        source.shapes(samples),
+        source.shapes(config.batch_size // config.batch_shards),
         source.treedef,
         seed=config.seed,
-        samples=samples,
         reduce_dtype=config.reduce_dtype,
         judged_shards=0 if config.on_nonfinite == "ignore" else config.batch_shards,
         # Room for as many workers as there may be, not as there are: nothing about the programs,
@@ -331,6 +341,7 @@ def trace(
         table_size=config.batch_shards * HEADER.size,
         tree_shards=config.batch_shards if config.reduction == "reproducible" else None,
     )
+    programs.check_shorter(target.shorter_shard(0, config.batch_shards))
     evaluation = (
         None
         if eval_source is None

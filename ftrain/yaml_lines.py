@@ -79,6 +79,16 @@ class Document:
         """Gives a top-level key the text that a command-line flag has."""
         self._put(Place(self._next_order(), f"{flag} {value}", (key,)), Document(value))
 
+    def was_set(self, path: Path) -> bool:
+        """Whether a `--set` or a flag gave that key."""
+        return path in self.places and self.places[path].order >= _SETS
+
+    def drop_from_file(self, path: Path) -> None:
+        """Forgets a top-level key, unless a `--set` or a flag gave it."""
+        if path in self.places and not self.was_set(path):
+            del self.places[path], self.values[path[0]]
+            self.broken.discard(path)
+
     def _next_order(self) -> int:
         return max(_SETS, *(place.order + 1 for place in self.places.values()))
 

@@ -53,16 +53,15 @@ class CharsTrainer(ftrain.Trainer):
         length: int = 64,
         dropout: float = 0.1,
         learning_rate: float = 3e-3,
+        dtype: str = "float32",
     ):
         if width % heads:
             raise ValueError(f"width={width} is not divisible by heads={heads}")
         self.width, self.layers, self.heads = width, layers, heads
         self.length, self.dropout = length, dropout
+        self.dtype = jnp.dtype(dtype)  # of the computation; parameters and their sums are float32
         self.training_text, self.held_out_text = load_text()
-        steps = self.config.steps
-        self.schedule = optax.warmup_cosine_decay_schedule(
-            init_value=0.0, peak_value=learning_rate, warmup_steps=steps // 10, decay_steps=steps
-        )
+        self.learning_rate = learning_rate
 
     def dataset(self) -> Windows:
         return Windows(self.training_text, self.length)
@@ -99,6 +98,13 @@ class CharsTrainer(ftrain.Trainer):
         return ftrain.Loss(loss, {"bits": loss / np.log(2)}, weight=tokens)
 
     def optimizer(self) -> optax.GradientTransformation:
+        steps = self.config.steps  # with `epochs` known by now: the data set has been opened
+        self.schedule = optax.warmup_cosine_decay_schedule(
+            init_value=0.0,
+            peak_value=self.learning_rate,
+            warmup_steps=steps // 10,
+            decay_steps=steps,
+        )
         return optax.chain(
             optax.clip_by_global_norm(1.0), optax.adamw(self.schedule, weight_decay=0.1)
         )
@@ -113,8 +119,9 @@ class CharsTrainer(ftrain.Trainer):
     def mean_loss(self, params: dict, batch: dict, key: jax.Array | None) -> tuple[jax.Array, int]:
         """The mean loss over the tokens of a batch, in nats, and their number."""
         inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+        params = jax.tree.map(lambda p: p.astype(self.dtype), params)
         losses = optax.softmax_cross_entropy_with_integer_labels(
-            self.logits(params, inputs, key), targets
+            self.logits(params, inputs, key).astype(jnp.float32), targets
         )
         return losses.mean(), losses.size
 

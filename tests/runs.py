@@ -23,7 +23,8 @@ DEADLINE_S = 90.0
 def environment() -> dict[str, str]:
     """The environment of a run: without the settings of the tests' own JAX."""
     env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    return {**env, "PYTHONPATH": str(REPOSITORY)}
+    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**env, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 class Run:

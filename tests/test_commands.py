@@ -30,7 +30,16 @@ def test_check_tells_what_a_start_would_make_of_it(tmp_path):
     for line in ("batch_shards: 12", "training samples: 1,500", "metrics:          loss, accuracy"):
         assert line in done.stdout
     assert "shards a worker:  3" in done.stdout
+    assert "steps:            400" in done.stdout and "last step:        a whole" in done.stdout
     assert not (tmp_path / "run").exists()
+
+
+def test_check_tells_the_last_smaller_batch():
+    """The line's 960 points twice, in batches of 50: its shape is traced too."""
+    sets = ["--set", "epochs=2", "--set", "batch_size=50"]
+    done = ftrain("check", "configs/linear.yaml", *sets)
+    assert done.returncode == 0, done.stderr
+    assert "steps:            39" in done.stdout and "last step:        20 samples" in done.stdout
 
 
 def test_check_refuses_with_the_users_own_traceback(tmp_path):

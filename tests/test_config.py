@@ -125,8 +125,8 @@ def test_missing_keys_are_told_with_their_rules():
     assert refused("seed: 1\n").splitlines() == [
         "c.yaml: trainer: is required; write path.py:Class or package.module:Class",
         "c.yaml: run_dir: is required; write a folder's path",
-        f"c.yaml: steps: is required; write {INT32}",
         f"c.yaml: batch_size: is required; write {INT32}",
+        "c.yaml: steps or epochs is required; write one of them",
     ]
 
 
@@ -233,7 +233,8 @@ def test_rule_over_two_keys_names_the_later_one(text, sets, message):
         ("clusters.workers=2", "clusters: unknown key; did you mean cluster?"),
         ("cluster={worker: 2}", "cluster.worker: unknown key; did you mean workers?"),
         ("steps=1e-4", f"0.0001 is not {INT32}"),
-        ("steps=", f"null is not {INT32}"),
+        ("steps=", "steps or epochs is required; write one of them"),
+        ("epochs=0", f"0 is not {INT32}"),
         ("steps", "write it as --set key.path=value"),
         ("=3", "write it as --set key.path=value"),
         ("a..b=3", "write it as --set key.path=value"),
@@ -262,6 +263,35 @@ def test_sets_replace_and_add_values_in_order():
     assert (config.cluster.workers, config.cluster.min_workers, config.steps) == (3, 2, 9)
     assert config.cluster.hang_timeout_s == 60  # a section that is set is set as a whole
     assert config.trainer_args == {"a": "on", "b": {"c": 1e-4}}
+
+
+def test_steps_and_epochs_are_one_choice():
+    """Two lines of a file, or two `--set`s, are two answers; a null is none."""
+    both = "steps=400 and epochs=2 each say how long to train; keep one"
+    assert refused(BASE + "epochs: 2\n") == f"c.yaml:5: epochs: {both}"
+    assert refused("epochs: 2\n" + BASE) == f"c.yaml:4: steps: {both}"
+    assert refused(BASE, "epochs=2", "steps=400") == f"--set steps=400: {both}"
+    assert refused(BASE.replace("steps: 400", "epochs: null")) == (
+        "c.yaml:3: epochs: steps or epochs is required; write one of them"
+    )
+    assert load(BASE + "epochs: null\n") == load(BASE)
+    with pytest.raises(ValueError, match="steps or epochs is required"):
+        Config(trainer="a.py:T", run_dir="r", batch_size=8)
+
+
+@pytest.mark.parametrize(("file", "item"), [("steps: x", "epochs=2"), ("epochs: 0", "steps=2")])
+def test_set_of_steps_or_epochs_takes_the_place_of_the_file_s_other_one(file, item):
+    """Whoever asks for two epochs on the command line does not ask for the file's steps."""
+    config = load(BASE.replace("steps: 400", file), item)
+    wanted = {"steps": None, "epochs": None, item[:-2]: 2}
+    assert {key: getattr(config, key) for key in wanted} == wanted
+    Path("config.yaml").write_text(config.to_yaml())
+    assert read_resolved("config.yaml") == config == Config.from_json(config.to_json())
+
+
+def test_a_bad_length_is_told_once():
+    """Not also as a missing one."""
+    assert refused(BASE.replace("400", "x")) == f"c.yaml:3: steps: 'x' is not {INT32}"
 
 
 def test_run_dir_flag_is_text_and_takes_the_place_of_the_key():
@@ -331,7 +361,7 @@ def test_default_of_batch_shards_depends_on_batch_size_alone(batch_size, shards)
 
 def test_defaults_are_those_of_the_design():
     assert load(BASE).to_yaml() == (
-        "trainer: a.py:T\ntrainer_args: {}\nrun_dir: runs/x\nsteps: 400\nseed: 0\n"
+        "trainer: a.py:T\ntrainer_args: {}\nrun_dir: runs/x\nsteps: 400\nepochs: null\nseed: 0\n"
         "batch_size: 240\nbatch_shards: 12\nreduction: fast\nreduce_dtype: float32\n"
         "on_nonfinite: stop\n"
         "data:\n  shuffle: true\n  prefetch_steps: 1\n  threads: 1\neval:\n  every_steps: 0\n"
@@ -406,7 +436,14 @@ def test_all_fixed_keys_that_changed_are_told():
 
 @pytest.mark.parametrize(
     "item",
-    ["steps=500", "steps=300", "cluster.workers=3", "trainer_args.a=1", "reduce_dtype=param"],
+    [
+        "steps=500",
+        "steps=300",
+        "epochs=3",
+        "cluster.workers=3",
+        "trainer_args.a=1",
+        "reduce_dtype=param",
+    ],
 )
 def test_any_other_key_may_change_when_continued(item):
     assert continue_problems(load(BASE), load(BASE, item)) == []

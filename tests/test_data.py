@@ -457,6 +457,31 @@ def test_samples_are_named_by_cursor_and_by_index_of_the_data_set():
     assert many == "10 samples from cursor 10 on, 10 11 12 13 14 15 16 17 ... of dataset()"
 
 
+# The end of a run.
+
+
+def test_the_last_batch_is_whole_shards_and_one_shorter_one():
+    """The run ends at cursor 15; of the six samples from 12 on there are three."""
+    got = reader(Recording(100), end=15).shards(12, [0, 1, 2])
+    assert [shard for shard, _ in got] == [0, 1, 2]
+    assert [None if batch is None else batch[0].tolist() for _, batch in got] == [
+        [12, 13],
+        [14],
+        None,
+    ]
+
+
+def test_nothing_is_read_beyond_the_end_of_a_run():
+    """Neither for its last step nor ahead of it."""
+    data = Recording(100)
+    own = reader(data, end=9, prefetch_steps=3)
+    data.read.clear()
+    own.shards(0, [0, 1, 2])
+    own.shards(6, [0, 1, 2])
+    own._pool.shutdown()
+    assert data.read == list(range(9))
+
+
 # Who has which shard.
 
 

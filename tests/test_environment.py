@@ -162,6 +162,21 @@ def test_a_reproducible_gpu_worker_does_not_choose_kernels_by_timing_them():
     assert "--xla_gpu_autotune_level=4" in free["XLA_FLAGS"]
 
 
+@pytest.mark.parametrize(
+    ("given", "used"), [({}, "false"), ({"XLA_PYTHON_CLIENT_PREALLOCATE": "true"}, "true")]
+)
+def test_gpu_memory_is_taken_as_it_is_needed(given, used):
+    """Unless the user wants it at once."""
+    assert worker_environment(config(), "gpu", given)["XLA_PYTHON_CLIENT_PREALLOCATE"] == used
+
+
+def test_workers_that_share_a_gpu_are_as_on_hosts_of_their_own():
+    """NCCL refuses two of one host on one GPU; those with their own stay on one host."""
+    own = [own_environment({"CUDA_VISIBLE_DEVICES": "3,3,5"}, "gpu", w, 0) for w in range(3)]
+    assert [o["CUDA_VISIBLE_DEVICES"] for o in own] == ["3", "3", "5"]
+    assert [o.get("NCCL_HOSTID") for o in own] == ["ftrain-0", "ftrain-1", None]
+
+
 def gpus_of_workers(given: dict[str, str]) -> list[str]:
     """What each of two workers sees."""
     env = worker_environment(config(), "gpu", given)

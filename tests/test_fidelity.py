@@ -323,6 +323,9 @@ class Optimized(ftrain.Trainer):
         return jax.tree.map(jnp.asarray, PARAMS)
 
 
+WITH_OBJECTIVE = ("sophia", "hutchinson_estimator_diag_hessian")
+
+
 def second_state(name: str) -> tuple[StateSpec, Committed, Any]:
     """The state after one update, and the compiled update."""
     trainer = Optimized()
@@ -337,7 +340,7 @@ def second_state(name: str) -> tuple[StateSpec, Committed, Any]:
         params, opt_state, _ = spec.trees(leaves)
         grads = jax.tree.map(jnp.cos, params)
         more = {"value": value(params), "grad": grads, "value_fn": value}
-        if name == "sophia":
+        if name in WITH_OBJECTIVE:
             more["obj_fn"] = value
         updates, opt_state = trainer.tx.update(grads, opt_state, params, **more)
         return jax.tree.leaves((optax.apply_updates(params, updates), opt_state, None))

@@ -58,6 +58,7 @@ LAYERS = [
         "forking",
         "ears",
         "verdict",
+        "target",
     ],
     ["reduction", "digests", "replicas"],
     ["sync", "identity"],
@@ -81,7 +82,7 @@ PROCESS_SIDE = set(
     """
     cli supervisor restart recorder story screen slots processes run_lock watchdog events config
     errors yaml_lines environment user_code beat versions worker_logs forking ears
-    verdict stacks warden
+    verdict stacks warden target
 """.split()
 )
 DEVICE_PACKAGES = {"jax", "jaxlib", "flax", "optax"}

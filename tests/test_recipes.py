@@ -148,7 +148,8 @@ def test_loss_goes_down_in_20_steps(name):
 @pytest.mark.slow
 def test_digits_reaches_97_percent_of_held_out_digits():
     driven = Driven("digits")
-    for _ in range(driven.config.steps):
+    assert driven.trainer.config.steps == 400
+    for _ in range(driven.trainer.config.steps):
         driven.step()
     assert driven.evaluate()[0]["accuracy"] >= 0.97
 

@@ -27,6 +27,7 @@ EVENT_FIELDS = {
     "checkpoint_saved": {"step", "seconds", "tier"},
     "digest_agreed": {"step", "workers", "digest"},
     "run_finished": {"step", "exit_code", "reason"},
+    "target_known": {"steps", "samples", "dataset_length"},
 }
 
 

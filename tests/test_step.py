@@ -78,7 +78,6 @@ def traced(
         source.shapes(SIZE),
         source.treedef,
         seed=seed,
-        samples=SIZE,
         reduce_dtype=reduce_dtype,
         **options,
     )

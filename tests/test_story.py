@@ -15,7 +15,7 @@ def story(lines: list[str]) -> Story:
         {"trainer": "a.py:A", "run_dir": "r", "steps": 9, "batch_size": 4}
     )
     told = Story(screen, config)
-    told.fact("commit", {"t": 1.0, "step": 1, "loss": 1.0, "workers": [0, 1]})
+    told.fact("commit", {"t": 1.0, "step": 1, "loss": 1.0, "samples": 4, "workers": [0, 1]})
     return told
 
 

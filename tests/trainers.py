@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 import ftrain
+from ftrain.errors import AttemptFailedError
 from ftrain.loop import StepLoop
 from tests.orders import obey, obey_at_phases
 
@@ -183,6 +184,69 @@ class NotATrainer:
     """Of the wrong kind."""
 
 
+def ftrain_place(where: str) -> tuple:
+    """The owner and the name of `module:Class.method` of ftrain's, or of `module:function`."""
+    module, _, path = where.partition(":")
+    owner_name, _, name = path.rpartition(".")
+    owner = importlib.import_module(module)
+    return (getattr(owner, owner_name) if owner_name else owner), name
+
+
+class FailsAttempt(Paced):
+    """The attempt fails in worker `worker` alone, at places inside ftrain, and nobody dies.
+
+    Every n-th call of a place in `where`, `{place: n}`, raises before it does anything, until it
+    has done so `times` times; places are as for `DiesAt`.
+    """
+
+    def __init__(self, *, where: dict, worker: int, times: int = 10, pause_s: float = 0.0):
+        super().__init__(pause_s=pause_s)
+        if os.environ["FTRAIN_WORKER_ID"] == str(worker):
+            left = iter(range(times))
+            for place, every in where.items():
+                self.fail(place, every, left)
+
+    @staticmethod
+    def fail(place: str, every: int, left) -> None:
+        owner, name = ftrain_place(place)
+        real, calls = getattr(owner, name), itertools.count(1)
+
+        def failing(*args, **options):
+            if next(calls) % every == 0 and next(left, None) is not None:
+                raise AttemptFailedError(f"injected at {place}")
+            return real(*args, **options)
+
+        setattr(owner, name, failing)
+
+
+class SpinsOnDevice(Paced):
+    """Worker `worker`'s first process meets a sample at which its device computes for ever."""
+
+    def __init__(self, *, worker: int, pause_s: float = 0.0):
+        super().__init__(pause_s=pause_s)
+        self.worker = worker
+
+    def dataset(self):
+        numbers = Numbers(self.pause_s)
+        read, calls = numbers.batch_at, itertools.count(1)
+
+        def batch_at(indices):
+            batch = read(indices)
+            if mine(self.worker) and next(calls) == 30:
+                batch["x"] = np.full_like(batch["x"], 1e6)
+            return batch
+
+        numbers.batch_at = batch_at
+        return numbers
+
+    def loss(self, params, batch, key, model_state):
+        spun = jax.lax.while_loop(
+            lambda x: x > 1e5, lambda x: x + jnp.sin(x), jax.lax.stop_gradient(batch["x"][0])
+        )
+        out = super().loss(params, batch, key, model_state)
+        return out._replace(value=out.value + 0 * spun)
+
+
 class DiesAt(Paced):
     """A process of worker `worker` kills itself as it calls `where` for the `call`-th time.
 
@@ -203,10 +267,7 @@ class DiesAt(Paced):
         me = (os.environ["FTRAIN_WORKER_ID"], os.environ["FTRAIN_INCARNATION"])
         if me != (str(worker), str(incarnation)):
             return
-        module, _, path = where.partition(":")
-        owner_name, _, name = path.rpartition(".")
-        owner = importlib.import_module(module)
-        owner = getattr(owner, owner_name) if owner_name else owner
+        owner, name = ftrain_place(where)
         real, calls = getattr(owner, name), itertools.count(1)
 
         def deadly(*args, **options):

@@ -109,3 +109,22 @@ def test_what_is_slow_by_nature_is_no_hang(tmp_path, at):
         assert list((run.run_dir / "orders").glob("*.taken-0"))
         check_each_step_once(run, 40)
         assert run.events("hang_detected") == []
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_device_that_computes_for_ever_is_its_worker_s_fault(tmp_path, worker):
+    """The others wait in the reduction, and are not taken for the culprit: nothing is lost."""
+    sets = [
+        "trainer=tests/trainers.py:SpinsOnDevice",
+        f"trainer_args={{worker: {worker}, pause_s: 0.006}}",
+        "cluster.workers=2",
+        "cluster.hang_timeout_s=3",
+        "steps=200",
+    ]
+    with running("tests/paced.yaml", tmp_path / "run", *sets) as run:
+        hang = run.wait_for_event("hang_detected")
+        assert (hang["worker"], hang["phase"]) == (worker, "gradient")
+        assert run.finish() == 0
+        check_each_step_once(run, 200)
+        assert len(run.events("hang_detected")) == 1
+        assert run.events("checkpoint_restored") == []

@@ -1,0 +1,127 @@
+"""Real runs on GPUs: deaths, failed attempts and hangs while the others are inside NCCL.
+
+On a machine with one GPU the two workers share it (CUDA_VISIBLE_DEVICES=0,0).
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import os
+import signal
+
+import pytest
+
+from tests.checks import (
+    check_deaths_explained,
+    check_each_step_once,
+    check_nothing_left,
+    check_replicas_agree,
+)
+from tests.faults.test_attempt_failed import PLACES, failing, failures
+from tests.runs import Run, running
+
+HAS_GPU = bool(glob.glob("/dev/nvidia[0-9]*")) and any(
+    importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)
+)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HAS_GPU, reason="no /dev/nvidia*, or no CUDA plugin of jax"),
+]
+ON_GPU = ["cluster.platform=gpu", "cluster.workers=2", "cluster.hang_timeout_s=30"]
+# The watchdog would let everybody go after 30 s; nothing may need it.
+SOON_S = 8.0
+
+
+@pytest.fixture(autouse=True)
+def two_gpus(monkeypatch):
+    """Two GPUs, or the only one twice."""
+    if "CUDA_VISIBLE_DEVICES" not in os.environ and len(glob.glob("/dev/nvidia[0-9]*")) == 1:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,0")
+
+
+def check(run: Run) -> None:
+    check_each_step_once(run, run.metrics()[-1]["step"])
+    check_replicas_agree(run)
+    check_deaths_explained(run)
+    check_nothing_left(run)
+    assert run.events("checkpoint_restored") == []
+
+
+@pytest.mark.parametrize("config", ["linear", "digits"])
+def test_recipe_trains(tmp_path, config):
+    """To its end, on two workers."""
+    with running(f"configs/{config}.yaml", tmp_path / "run", *ON_GPU) as run:
+        assert run.finish() == 0
+        check_each_step_once(run, run.metrics()[-1]["step"])
+        check_nothing_left(run)
+
+
+def test_killed_workers_leave_the_other_training_and_come_back(tmp_path):
+    """Worker 1 and worker 0 in turn: the other leaves the cancelled all-reduce at once."""
+    with running("tests/paced.yaml", tmp_path / "run", "steps=100000", *ON_GPU) as run:
+        for worker in (1, 0, 1):
+            run.wait_for_step((run.metrics() or [{"step": 0}])[-1]["step"] + 25)
+            seen = len(run.events())
+            t = run.kill(worker)
+            alone = [1 - worker]
+            commit = run.wait_until(
+                "the other's next commit",
+                lambda t=t, a=alone: next(
+                    (m for m in run.metrics() if m["t"] > t and m["workers"] == a), None
+                ),
+            )
+            assert commit["t"] - t < SOON_S
+            run.wait_back(worker, seen)
+        os.kill(run.process.pid, signal.SIGTERM)
+        assert run.finish() == 75
+        check(run)
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+@pytest.mark.parametrize("where", PLACES.values(), ids=PLACES)
+def test_failed_attempts_end_no_process(tmp_path, where, worker):
+    """Nobody dies: the other is let out of NCCL, and both try again."""
+    sets = ["steps=300", *ON_GPU, *failing(where, worker)]
+    with running("tests/paced.yaml", tmp_path / "run", *sets) as run:
+        assert run.finish() == 0
+        check(run)
+        assert len(failures(run)) >= 5
+        for failure in failures(run):
+            commit = next(m for m in run.metrics() if m["t"] > failure["t"])
+            assert commit["t"] - failure["t"] < SOON_S
+        assert [e["incarnation"] for e in run.events("worker_started")] == [0, 0]
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_stopped_worker_is_named_ended_and_replaced(tmp_path, worker):
+    """SIGSTOP while the other is inside NCCL."""
+    sets = ["steps=100000", *ON_GPU, "cluster.hang_timeout_s=3"]
+    with running("tests/paced.yaml", tmp_path / "run", *sets) as run:
+        run.wait_for_step(25)
+        seen = len(run.events())
+        run.kill(worker, number=signal.SIGSTOP)
+        run.wait_for_event("hang_detected", worker=worker)
+        run.wait_back(worker, seen)
+        os.kill(run.process.pid, signal.SIGTERM)
+        assert run.finish() == 75
+        check(run)
+        assert len(run.events("hang_detected")) == 1
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_gpu_that_computes_for_ever_is_its_worker_s_fault(tmp_path, worker):
+    """The other waits in the reduction, and is not taken for the culprit."""
+    sets = [
+        "trainer=tests/trainers.py:SpinsOnDevice",
+        f"trainer_args={{worker: {worker}, pause_s: 0.006}}",
+        "steps=300",
+        *ON_GPU,
+        "cluster.hang_timeout_s=3",
+    ]
+    with running("tests/paced.yaml", tmp_path / "run", *sets) as run:
+        hang = run.wait_for_event("hang_detected")
+        assert (hang["worker"], hang["phase"]) == (worker, "gradient")
+        assert run.finish() == 0
+        check(run)
+        assert len(run.events("hang_detected")) == 1
