@@ -59,6 +59,7 @@ def test_a_run_that_cannot_go_on_without_it_is_refused(tmp_path, sets):
         check_nothing_left(run)
 
 
+@pytest.mark.slow
 def test_a_rejoiner_with_an_edited_model_is_refused_until_it_is_mended(tmp_path):
     """It is told by the leaf and tried again with back-off, and the others lose no step by it."""
     mended = tmp_path / "mended"
