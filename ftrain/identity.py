@@ -14,7 +14,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -43,8 +42,6 @@ SETTINGS = (
 )
 ENVIRONMENT = ("XLA_FLAGS", "NVIDIA_TF32_OVERRIDE")
 SHOWN = 200  # characters of a value
-# A program with a callback names the device that it was lowered for, which is every worker's own.
-_OWN_DEVICE = re.compile(r"(maximal_mesh_|device_ids=\[)\d+")
 
 Identity = dict[str, str]  # what: value; what explains other differences comes first
 
@@ -96,8 +93,8 @@ def fingerprint(identity: Identity) -> str:
 
 def text_hash(lowered: Any) -> str:
     """Of a lowered program, captured constants included; the same in every process."""
-    text = _OWN_DEVICE.sub(r"\1", lowered.as_text())  # without locations: no file, no line
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    # The text is without locations (no file, no line), and devices are numbered within a program.
+    return hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]
 
 
 def of_most(prints: Mapping[int, str], least: int) -> str | None:

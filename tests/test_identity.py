@@ -88,7 +88,7 @@ print(text_hash(jax.jit(f).lower(jax.ShapeDtypeStruct((3,), jnp.float32))))
 
 
 def test_a_program_is_the_same_in_every_process_and_on_every_device():
-    """Other hash seeds, another device's number; with callbacks, which name the device."""
+    """Other hash seeds, another default device; with callbacks, which number the device."""
     found = set()
     for number in "01":
         env = {**environment(), "PYTHONHASHSEED": number, "JAX_PLATFORMS": "cpu"}

@@ -447,7 +447,7 @@ class Differs(Paced):
         return ftrain.Init({**params, **more}, state)
 
     def loss(self, params, batch, key, model_state):
-        jax.debug.callback(lambda x: None, batch["x"][0])  # such a program names its device
+        jax.debug.callback(lambda x: None, batch["x"][0])  # such a program numbers its device
         out = super().loss(params, batch, key, model_state)
         return out._replace(value=out.value * self.factor)
 
