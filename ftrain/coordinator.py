@@ -91,6 +91,7 @@ class Coordinator:
         Connecting under its id makes a new incarnation, and shutting that down disconnects it:
         barriers stop waiting for the dead one without a heartbeat timeout, 2-6 ms.
         """
+        self._clerk.key_value_delete(f"ftrain/identity/{worker}")
         with contextlib.suppress(_jax.JaxRuntimeError):  # it never joined: nobody waits for it
             dead = self._clerk.key_value_try_get(f"ftrain/incarnation/{worker}")
             threading.Thread(

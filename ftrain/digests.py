@@ -10,7 +10,7 @@ the compiler has a say. It finds accidents, one flipped bit always; it keeps no 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -35,11 +35,8 @@ def digest_of(lines: Sequence[str], step: int, cursor: int, arrays: Sequence[np.
       arrays: the bits of each leaf.
     """
     sums, place = np.zeros(len(LANES), np.uint32), 0
-    for array in arrays:
-        words = _host_words(array)
-        for start in range(0, words.size, CHUNK):
-            chunk = words[start : start + CHUNK]
-            sums += np.array(_lanes(np, chunk, place + start), np.uint32)
+    for words in _chunks(arrays):
+        sums += np.array(_lanes(np, words, place), np.uint32)
         place += words.size
     return _finish(lines, step, cursor, sums)
 
@@ -49,6 +46,7 @@ class Digests:
 
     def __init__(self, spec: StateSpec):
         self._spec, self._lines = spec, spec.lines()
+        self._sharing = [i for i, leaf in enumerate(spec.leaves) if _shares_bytes(leaf)]
 
     def lower(self) -> None:
         """Traces the program."""
@@ -66,7 +64,9 @@ class Digests:
     def __call__(self, state: Committed) -> bytes:
         """The digest of a state on this worker's device. Waits for it."""
         # Among other leaves a program may want int4 packed, which no array here is (jax 0.10.2).
-        leaves = [x.astype(jnp.int8) if _shares_bytes(x) else x for x in state.leaves]
+        leaves = list(state.leaves)
+        for i in self._sharing:
+            leaves[i] = leaves[i].astype(jnp.int8)
         sums = np.asarray(self._program(leaves))
         return _finish(self._lines, state.step, state.cursor, sums)
 
@@ -115,6 +115,23 @@ def _device_sums(leaves: Sequence[jax.Array]) -> jax.Array:
     if small:
         add(jnp.concatenate(small))
     return total
+
+
+def _chunks(arrays: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
+    """The words of all arrays in order: small ones joined, large ones cut."""
+    small: list[np.ndarray] = []
+    size = 0
+    for words in map(_host_words, arrays):
+        if words.size < SMALL and size < CHUNK:
+            small.append(words)
+            size += words.size
+            continue
+        if small:
+            yield np.concatenate(small)
+            small, size = [], 0
+        yield from (words[start : start + CHUNK] for start in range(0, words.size, CHUNK))
+    if small:
+        yield np.concatenate(small)
 
 
 def _host_words(array: np.ndarray) -> np.ndarray:

@@ -77,6 +77,8 @@ def worker_environment(config: Config, platform: str, environ: Mapping[str, str]
     env["XLA_FLAGS"] = merge_flags(environ.get("XLA_FLAGS", ""), needed)
     env.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     env["PYTHONUNBUFFERED"] = "1"
+    # Who goes through a set of names as it traces shall make the same program in every worker.
+    env.setdefault("PYTHONHASHSEED", "0")
     env["FTRAIN_RUN_DIR"] = config.run_dir
     return env
 

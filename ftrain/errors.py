@@ -144,6 +144,27 @@ class AttemptFailedError(FtrainError):
     """
 
 
+class WorkerDiffersError(FtrainError):
+    """Raised on a worker whose code, settings, versions or data are not those of the others.
+
+    Attributes:
+      others_go_on: the others train without this worker; False: all workers have raised this, since
+        nobody can say who is right, or too few would be left.
+    """
+
+    def __init__(self, difference: str, *, others_go_on: bool):
+        self.others_go_on = others_go_on
+        end = (
+            "the others go on without it, and it may try again"
+            if others_go_on
+            else "no run begins with that"
+        )
+        super().__init__(
+            f"{difference}; all workers of a run must be the same: {end}. Undo the difference, or "
+            "start a new run with --run-dir"
+        )
+
+
 class ReplicaDivergedError(FtrainError):
     """Raised on the worker whose committed state differs from that of most others."""
 

@@ -30,7 +30,8 @@ from ftrain.runtime import GLOO_PREFIX, Runtime
 SETTLE_TIMEOUT_S = 10  # the service looks at deadlines once a second
 FINISHED = "ftrain/run/finished"
 LINEAGE = "ftrain/run/lineage"
-SPEC_PREFIX = "ftrain/spec/"
+RECORDS = "ftrain/record/"  # by fingerprint
+HOLDERS = "ftrain/identity/"  # by worker; the coordinator takes a key away when it fences
 LOOPBACK = b"\x7f\x00\x00\x01"  # in gloo's address of a member, behind the port's two bytes
 
 
@@ -386,15 +387,23 @@ class Members:
         """A number for a history that begins here, from a restore or from nothing: 1, 2, ..."""
         return self._store.key_value_increment(LINEAGE, 1)
 
-    def publish_spec(self, fingerprint: str, leaves: list[str]) -> None:
-        """Lets a worker whose state tree differs say in what (rule R6)."""
-        self._store.key_value_set(
-            SPEC_PREFIX + fingerprint, json.dumps(leaves), allow_overwrite=True
-        )
+    def publish_identity(self, fingerprint: str, identity: dict[str, str]) -> None:
+        """Lets a worker whose identity differs say in what (see `identity`)."""
+        self._store.key_value_set(RECORDS + fingerprint, json.dumps(identity), allow_overwrite=True)
 
-    def read_spec(self, fingerprint: str) -> list[str]:
-        """The leaves that `publish_spec` was given."""
-        return json.loads(self._store.blocking_key_value_get(SPEC_PREFIX + fingerprint, 10_000))
+    def read_identity(self, fingerprint: str) -> dict[str, str]:
+        """What `publish_identity` was given under that fingerprint."""
+        return json.loads(self._store.blocking_key_value_get(RECORDS + fingerprint, 10_000))
+
+    def holds_state(self, fingerprint: str) -> None:
+        """Says that this worker has the run's state, with programs of that identity."""
+        with _calls_that_fail("saying that it has the state"):
+            self._store.key_value_set(f"{HOLDERS}{self.me}", fingerprint, allow_overwrite=True)
+
+    def holders(self) -> dict[int, str]:
+        """The fingerprints of those who have said `holds_state` and live."""
+        rows = self._store.key_value_dir_get(HOLDERS)
+        return {int(name.rsplit("/", 1)[1]): fingerprint for name, fingerprint in rows}
 
 
 @contextlib.contextmanager

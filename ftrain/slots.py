@@ -61,6 +61,11 @@ class Slot:
         self.hung = self.fatal = self.gave_up = ""
         self.refused = self.local_error = None
 
+    @property
+    def is_refused_by_all(self) -> bool:
+        """Whether what it could not use is told for all workers; not if it alone is different."""
+        return self.refused is not None and not self.refused["others_go_on"]
+
     def reading(self) -> Reading | None:
         """What its process is doing, or None."""
         return self.beat.read() if self.child is not None and self.beat is not None else None

@@ -8,7 +8,9 @@ an nnx tree costs 300 us.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -105,9 +107,18 @@ class StateSpec:
 
     def lines(self) -> list[str]:
         """One line a leaf, for messages: `params['w']: float32[3]`."""
+        return list(self._lines)
+
+    @functools.cached_property
+    def _lines(self) -> list[str]:
         return [
             f"{path}: {describe(leaf)}" for path, leaf in zip(self.paths, self.leaves, strict=True)
         ]
+
+    @functools.cached_property
+    def host_shapes(self) -> list[tuple[tuple[int, ...], np.dtype]]:
+        """Shape and dtype of each leaf in the form `to_host` gives."""
+        return [host_shape(leaf) for leaf in self.leaves]
 
     def fingerprint(self) -> str:
         """Equal exactly if paths, dtypes and shapes are."""
@@ -143,7 +154,8 @@ def describe(leaf: Any) -> str:
 
 def is_key(leaf: Any) -> bool:
     """Whether the leaf holds typed PRNG keys, which are no plain arrays."""
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    dtype = leaf.dtype
+    return not isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def to_host(leaves: Sequence[jax.Array]) -> list[np.ndarray]:
@@ -153,14 +165,12 @@ def to_host(leaves: Sequence[jax.Array]) -> list[np.ndarray]:
 
 def from_host(spec: StateSpec, arrays: Sequence[np.ndarray]) -> list[jax.Array]:
     """The leaves that `to_host` gave, on this worker's device."""
-    home = jax.local_devices()[0]
-    leaves = []
-    for wanted, array in zip(spec.leaves, arrays, strict=True):
-        leaf = jax.device_put(array, home)
-        if is_key(wanted):
-            leaf = jax.random.wrap_key_data(leaf, impl=key_impl(wanted))
-        leaves.append(leaf)
-    return leaves
+    # In one call: thousands of small leaves would cost 0.1 ms each.
+    leaves = jax.device_put(list(arrays), jax.local_devices()[0])
+    return [
+        jax.random.wrap_key_data(leaf, impl=key_impl(wanted)) if is_key(wanted) else leaf
+        for wanted, leaf in zip(spec.leaves, leaves, strict=True)
+    ]
 
 
 def key_impl(leaf: Any) -> str:
@@ -178,6 +188,4 @@ def host_shape(leaf: jax.ShapeDtypeStruct) -> tuple[tuple[int, ...], np.dtype]:
 
 def host_bytes(spec: StateSpec) -> int:
     """The size of the state."""
-    return sum(
-        int(np.prod(shape)) * dtype.itemsize for shape, dtype in map(host_shape, spec.leaves)
-    )
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in spec.host_shapes)

@@ -20,6 +20,7 @@ import numpy as np
 
 from ftrain.errors import TrainerError
 from ftrain.layout import Layout, from_words, to_words
+from ftrain.leaves import check_leaves
 from ftrain.mesh import Buffers
 from ftrain.nonfinite import (
     Nonfinite,
@@ -50,7 +51,19 @@ if TYPE_CHECKING:
 
 def state_spec(trainer: Any, seed: int) -> StateSpec:
     """The spec of the trainer's state, from shapes alone. Sets `trainer.tx`."""
-    init = jax.eval_shape(lambda: as_init(trainer.init_params(jax.random.key(seed))))
+
+    def init_params() -> Init:
+        init = as_init(trainer.init_params(jax.random.key(seed)))
+        check_leaves("init_params", "params", init.params)
+        check_leaves("init_params", "model_state", init.model_state)
+        return init
+
+    def init_optimizer(params: Any) -> Any:
+        opt_state = trainer.tx.init(params)
+        check_leaves("optimizer", "opt_state", opt_state)
+        return opt_state
+
+    init = jax.eval_shape(init_params)
     for path, leaf in jax.tree_util.tree_leaves_with_path(init.params):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TrainerError(
@@ -58,7 +71,7 @@ def state_spec(trainer: Any, seed: int) -> StateSpec:
                 f"{describe(leaf)}; parameters are floating, put other leaves into "
                 "model_state: ftrain.Init(params, model_state)"
             )
-    return spec_of(init.params, jax.eval_shape(trainer.tx.init, init.params), init.model_state)
+    return spec_of(init.params, jax.eval_shape(init_optimizer, init.params), init.model_state)
 
 
 def as_init(out: Any) -> Init:
@@ -342,6 +355,11 @@ class StepPrograms:
             ),
             *([jax.jit(_add, donate_argnums=0).lower(buffers, buffers)] * bool(self._tree_shards)),
         )
+
+    @property
+    def lowered(self) -> dict[str, Any]:
+        """The programs made of the user's code, by its method; between `lower` and `compile`."""
+        return {"loss": self._lowered[0], "update": self._lowered[2]}
 
     def _lower_shard(self, batch: list[jax.ShapeDtypeStruct]) -> jax.stages.Lowered:
         index, buffers = jax.ShapeDtypeStruct((), jnp.int32), self._layout.shapes()

@@ -64,7 +64,7 @@ class Story:
         how = f"was ended, {cause}" if slot.hung else f"died of {cause} (in {phase})"
         death = _Death(slot.worker, pid, how, time.time())
         self._deaths[slot.worker] = death
-        if slot.refused is not None and not self._begun:
+        if slot.is_refused_by_all and not self._begun:
             death.told = True  # the run ends with that, told once for all workers
         elif not slot.going or not self._begun:
             death.told = True

@@ -349,7 +349,7 @@ class Supervisor:
             return
         if self._coordinator is None:
             return  # all start again together, with the next one
-        if slot.refused is not None and not self._recorder.committed:
+        if slot.is_refused_by_all and not self._recorder.committed:
             self._refused_at = self._refused_at or time.monotonic()
             return
         if slot.local_error is not None:

@@ -10,6 +10,7 @@ digests meet, and they travel by the program of the step: nothing is compiled fo
 from __future__ import annotations
 
 import dataclasses
+import math
 import struct
 from collections.abc import Sequence
 
@@ -20,7 +21,7 @@ from ftrain.digests import Digests
 from ftrain.errors import AttemptFailedError
 from ftrain.mesh import DataPlane
 from ftrain.replicas import differ
-from ftrain.state import Committed, StateSpec, from_host, host_bytes, host_shape, to_host
+from ftrain.state import Committed, StateSpec, from_host, host_bytes, to_host
 
 HEADER = struct.Struct("<qq32s")  # step, cursor, digest; zeros from who has no state
 BUCKET_WORDS = 1 << 20  # 4 MiB of uint32: beyond that more buckets, not larger ones
@@ -124,8 +125,8 @@ def _join(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 def _cut(spec: StateSpec, data: np.ndarray) -> list[np.ndarray]:
     arrays, start = [], 0
-    for shape, dtype in map(host_shape, spec.leaves):
-        size = int(np.prod(shape)) * dtype.itemsize
+    for shape, dtype in spec.host_shapes:
+        size = math.prod(shape) * dtype.itemsize
         arrays.append(data[start : start + size].copy().view(dtype).reshape(shape))
         start += size
     return arrays

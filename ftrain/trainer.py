@@ -40,6 +40,10 @@ class Trainer:
     def init_params(self, key: jax.Array) -> Any | Init:
         """Parameters, floating leaves only, or `Init(params, model_state)`.
 
+        Leaves of the model state, as of the optimizer's, are numbers and arrays of any type of
+        a byte or more, and typed keys; Python numbers get JAX's strong default type, and 64-bit
+        integers need JAX_ENABLE_X64. Anything else is refused with its path.
+
         Traced: for its shapes in every incarnation, for its values in the first donor alone.
         """
         raise TypeError(f"{type(self).__name__} must define init_params(self, key)")
@@ -84,4 +88,8 @@ class Trainer:
 
         In order, at most once a step: a death between commit and hook skips it. Beside its numbers
         `metrics` has `nonfinite`, a list, if the step was skipped for that (`on_nonfinite: skip`).
+
+        What it changes on the trainer changes nothing that is trained: `loss`, `update` and the
+        optimizer were traced before, and other workers would not have the change. What shall vary
+        while training belongs into the state: a schedule, `optax.inject_hyperparams`, `update`.
         """

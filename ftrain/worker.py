@@ -28,6 +28,7 @@ from ftrain.errors import (
     ReplicasDifferError,
     StateMismatchError,
     TrainerError,
+    WorkerDiffersError,
 )
 from ftrain.user_code import load_trainer, user_traceback
 
@@ -146,9 +147,11 @@ def work(job: Assignment, report: Callable[..., None], beat: Beat, control: Cont
     os._exit(0)
 
 
-def refuse(report: Callable[..., None], message: str, traceback: str) -> NoReturn:
+def refuse(
+    report: Callable[..., None], message: str, traceback: str, *, others_go_on: bool = False
+) -> NoReturn:
     """The trainer or data cannot be used: reported, so that the supervisor tells it once."""
-    report("refused", message=message, traceback=traceback)
+    report("refused", message=message, traceback=traceback, others_go_on=others_go_on)
     _exit(WORKER_REFUSED)
 
 
@@ -156,6 +159,8 @@ def local_error(report: Callable[..., None], beat: Beat, error: BaseException) -
     """This worker's own error: reported, and the process ends before any barrier (R3)."""
     if isinstance(error, StateMismatchError | CheckpointUnreadableError):
         refuse(report, str(error), "")  # another try would find the same
+    if isinstance(error, WorkerDiffersError):
+        refuse(report, str(error), "", others_go_on=error.others_go_on)
     if isinstance(error, ReplicasDifferError):
         report("gave_up", reason=str(error))
     reading = beat.read()
@@ -236,6 +241,7 @@ def make_loop(
     from ftrain.compile_lock import first_compiles
     from ftrain.data import ShardReader
     from ftrain.digests import Digests
+    from ftrain.identity import identity_of
     from ftrain.loop import StepLoop
     from ftrain.membership import Members
     from ftrain.target import target_of
@@ -246,11 +252,14 @@ def make_loop(
     digests = Digests(spec)
     for traced in (programs, digests):
         traced.lower()
+    sets = {"dataset()": (source.length, source.samples)}
+    if eval_source is not None:
+        sets["eval_dataset()"] = eval_source.length, eval_source.samples
+    identity = identity_of(json.loads(job.config), sets, spec, programs.lowered)
     with first_compiles(cache):
         for traced in (programs, digests):
             traced.compile(runtime.compile_shared)
     members = Members(started, report, lambda error: local_error(report, beat, error))
-    members.publish_spec(spec.fingerprint(), spec.lines())
     saver = checkpoint.Saver(
         config.run_dir,
         keep=config.checkpoint.keep,
@@ -287,6 +296,7 @@ def make_loop(
         config,
         target,
         members,
+        identity,
         spec,
         programs,
         digests,

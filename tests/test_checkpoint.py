@@ -372,7 +372,7 @@ def test_a_checkpoint_of_another_format_is_not_read(tmp_path, monkeypatch):
     report = Reports()
     with pytest.raises(CheckpointUnreadableError):
         restore(tmp_path, spec, report=report)
-    assert "its format is 99, this ftrain reads 1" in report.of("checkpoint_skipped")[0]["why"]
+    assert "its format is 99, this ftrain reads 2" in report.of("checkpoint_skipped")[0]["why"]
 
 
 # Another trainer or data set.

@@ -49,6 +49,7 @@ LAYERS = [
         "data",
         "user_metrics",
         "layout",
+        "leaves",
         "nonfinite",
         "mesh",
         "runtime",
@@ -60,7 +61,7 @@ LAYERS = [
         "target",
     ],
     ["reduction", "digests", "replicas"],
-    ["sync"],
+    ["sync", "identity"],
     [
         "config",
         "recorder",

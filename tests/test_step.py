@@ -434,15 +434,6 @@ def test_a_changed_leaf_that_is_no_float_is_shard_0_s(counts, split):
     }
 
 
-def test_a_changed_leaf_may_be_of_4_bits():
-    """Any dtype that JAX has."""
-    before = {"leaf": jnp.zeros(3, jnp.int4)}
-    traced(
-        Stateful(before, lambda old, x, key: {"leaf": first_row_as(jnp.int4)(x)}),
-        Source(Linear().dataset(), "dataset()"),
-    )
-
-
 @pytest.mark.parametrize("model_state", [{"n": jnp.zeros(())}, {}], ids=["one leaf", "no leaf"])
 def test_model_state_is_passed_exactly_when_init_params_gave_one(model_state):
     """An empty one is one."""

@@ -422,3 +422,38 @@ class BitFlips(Paced):
                 loop.state = loop.state._replace(leaves=leaves)
 
         StepLoop._commit = flip_after
+
+
+class Differs(Paced):
+    """Worker `worker` is not like the others, in `what`, until the file `mended` is there."""
+
+    def __init__(self, *, worker: int, what: str, mended: str = "", pause_s: float = 0.0):
+        super().__init__(pause_s=pause_s)
+        odd = os.environ["FTRAIN_WORKER_ID"] == str(worker) and not os.path.exists(mended)
+        if odd and what == "x64":
+            jax.config.update("jax_enable_x64", True)
+        if odd and what == "version":
+            optax.__version__ = "0.0.1"
+        self.factor = 1.5 if odd and what == "loss" else 1.0
+        self.has_extra_layer = odd and what == "layer" and not mine(worker)
+        self.is_longer = odd and what == "data"
+
+    def dataset(self):
+        return {"x": np.zeros(97, np.float32)} if self.is_longer else super().dataset()
+
+    def init_params(self, key):
+        params, state = super().init_params(key)
+        more = {"extra": jnp.zeros(3)} if self.has_extra_layer else {}
+        return ftrain.Init({**params, **more}, state)
+
+    def loss(self, params, batch, key, model_state):
+        jax.debug.callback(lambda x: None, batch["x"][0])  # such a program numbers its device
+        out = super().loss(params, batch, key, model_state)
+        return out._replace(value=out.value * self.factor)
+
+
+class TextInState(Paced):
+    """Its model state holds what is no array."""
+
+    def init_params(self, key):
+        return ftrain.Init({"w": jnp.zeros(8)}, {"layers": [{"name": "first"}]})

@@ -59,6 +59,7 @@ def test_same_error_everywhere_stops_with_the_first_traceback_last(tmp_path):
         ("Empty", "dataset(): has 0 samples; it needs at least 1"),
         ("TouchesDevice", "used a JAX device"),
         ("IntegerParams", "parameters are floating"),
+        ("TextInState", "model_state['layers'][0]['name'] is a str, 'first'; leaves are arrays"),
         ("NotATrainer", "NotATrainer is no subclass of ftrain.Trainer"),
         ("Nobody", "has no class Nobody"),
     ],
