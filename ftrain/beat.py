@@ -36,9 +36,8 @@ PHASES = (
     "pause",  # too few workers
 )
 WAITING = frozenset({"barrier", "settle", "sync", "compare", "reduce"})  # a culprit is elsewhere
-UNTIMED = frozenset(
-    {"start", "connect", "compile", "ready", "restore", "save", "pause"}
-)  # long without being stuck
+UNHURRIED = frozenset({"connect", "compile", "restore", "save"})  # long without being stuck
+UNTIMED = frozenset({"start", "ready", "pause"})  # others see to these
 
 _LAYOUT = struct.Struct("<qqqd")  # round, step, phase, since
 SIZE = 8 + 2 * _LAYOUT.size  # a counter, and two readings of which it names the one that is whole

@@ -11,10 +11,11 @@ import os
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
+from ftrain.beat import UNHURRIED
 from ftrain.reachability import broken_pairs
 from ftrain.slots import COORDINATOR
 from ftrain.stacks import STACK_SIGNAL, culprit, read_stacks
-from ftrain.watchdog import Hang, find_cut_off, find_hang
+from ftrain.watchdog import Hang, find_cut_off, find_hang, patience_s
 
 if TYPE_CHECKING:
     from ftrain.config import Cluster
@@ -50,16 +51,27 @@ class Warden:
             self._end_asked(now)
             return
         for slot in self._slots:
-            reading = slot.reading()
-            seconds = now - slot.started_at
-            late = seconds > self._rules.start_timeout_s
-            if late and reading and reading.phase == "start" and not slot.hung:
-                cause = f"no progress in start for {seconds:.1f} s"
-                limit = f"start_timeout_s={self._rules.start_timeout_s:g}"
-                self._ask(Hang(slot.worker, "start", seconds), f"{cause} ({limit})", now)
-                return
+            if slot.child is not None and not slot.going and not slot.hung:
+                self._ask_if_late(slot, now)
+                if self._asked is not None:
+                    return
         if not any((s.child and s.gave_up) or _just_died(s, now) for s in self._slots):
             self._ask_who_hangs(now, coordinator)  # else the others may wait for that one
+
+    def _ask_if_late(self, slot: Slot, now: float) -> None:
+        """One that does not take part yet: nobody waits for it, and it may never come."""
+        reading = slot.reading()
+        if reading.phase == "start":
+            seconds, limit_s = now - slot.started_at, self._rules.start_timeout_s
+            rule = f"start_timeout_s={limit_s:g}"
+        elif reading.phase in UNHURRIED:
+            limit_s = patience_s(reading, self._rules.hang_timeout_s)
+            seconds, rule = now - reading.since, f"{limit_s:g} s are allowed there"
+        else:
+            return
+        if seconds > limit_s:
+            cause = f"no progress in {reading.phase} for {seconds:.1f} s ({rule})"
+            self._ask(Hang(slot.worker, reading.phase, seconds), cause, now)
 
     def _ask_who_hangs(self, now: float, coordinator: Child | None) -> None:
         pids = {s.worker: s.child.pid for s in self._slots if s.child is not None}

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
-from ftrain.beat import UNTIMED, WAITING, Reading
+from ftrain.beat import UNHURRIED, UNTIMED, WAITING, Reading
 
 CUT_OFF_S = 10.0  # in a collective with a peer that does not answer; TCP tried some six times
+UNHURRIED_TIMES = 10  # hang_timeout_s, before what may take long is taken for stuck
 COLLECTIVES = frozenset({"sync", "compare", "reduce", "evaluate"})
 
 
@@ -29,7 +30,8 @@ def find_hang(
 ) -> Hang | None:
     """The one worker to end, or None. One at a time (rule R9).
 
-    A worker is stuck when it has been in one phase for `hang_timeout_s`, and the culprit when
+    A worker is stuck when it has been in one phase for `hang_timeout_s`, ten times that if it
+    compiles, reads or writes a checkpoint or waits for the backend, and the culprit when
     others wait for it. First those whose process is stopped: in a collective they look like the
     rest, who wait for them. Then those that are behind: whoever hung while it waited in a barrier
     that has since opened has committed fewer blocks than the rest. Then those at work of their own.
@@ -47,7 +49,7 @@ def find_hang(
     stuck = {
         w: now - r.since
         for w, r in readings.items()
-        if r.phase not in UNTIMED and now - r.since > hang_timeout_s
+        if r.phase not in UNTIMED and now - r.since > patience_s(r, hang_timeout_s)
     }
     front = max(r.round for r in readings.values())
     halted = [w for w in stuck if w in stopped]
@@ -64,6 +66,11 @@ def find_hang(
             worker = group[0] if group is colliding else max(group, key=lambda w: stuck[w])
             return Hang(worker, readings[worker].phase, stuck[worker])
     return None
+
+
+def patience_s(reading: Reading, hang_timeout_s: float) -> float:
+    """How long a worker may be in its phase."""
+    return hang_timeout_s * (UNHURRIED_TIMES if reading.phase in UNHURRIED else 1)
 
 
 def find_cut_off(

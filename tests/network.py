@@ -203,6 +203,7 @@ class Network:
     def heal(self) -> None:
         """Takes every rule back."""
         self.nft("flush chain inet faults received\nflush chain inet faults sent")
+        self._bits = itertools.count()
         if self._slow:
             self.slow_down(delay_s=0.0)
 

@@ -32,6 +32,14 @@ class Paced(trainers.Paced):
         super().__init__(**arguments)
 
 
+class Ordered(trainers.Ordered):
+    """As `trainers.Ordered`: it takes other faults too."""
+
+    def __init__(self, **arguments: Any):
+        enter_own_cgroup()
+        super().__init__(**arguments)
+
+
 class Digits(DigitsTrainer):
     """As the digits recipe, for measurements."""
 

@@ -78,6 +78,7 @@ def test_shards_that_do_not_divide_by_the_workers(tmp_path):
     assert rows[1:] == rows[:1] * 2
 
 
+@pytest.mark.slow
 def test_who_dies_before_its_slices_are_sent_holds_nobody_up(tmp_path):
     """The others wait for it in the exchange; they drop the step and go on."""
     sets = [

@@ -6,12 +6,12 @@ import os
 
 import pytest
 
-from ftrain.beat import PHASES, UNTIMED, WAITING, Beat, Reading
+from ftrain.beat import PHASES, UNHURRIED, UNTIMED, WAITING, Beat, Reading
 from ftrain.watchdog import CUT_OFF_S, Hang, find_cut_off, find_hang
 
 NOW, TIMEOUT_S = 1000.0, 60.0
 LONG, SHORT = 61.0, 59.0
-AT_WORK = sorted(set(PHASES) - WAITING - UNTIMED)
+AT_WORK = sorted(set(PHASES) - WAITING - UNTIMED - UNHURRIED)
 
 
 def worker(phase: str, seconds: float = LONG, *, round: int = 9, step: int = 5) -> Reading:
@@ -54,6 +54,13 @@ def test_phases_without_a_limit_are_never_ended(phase):
     """They take as long as they take, alone or with others waiting."""
     assert culprit(worker(phase)) is None
     assert culprit(worker(phase), worker("sync"), worker("barrier")) is None
+
+
+@pytest.mark.parametrize("phase", sorted(UNHURRIED))
+def test_what_may_take_long_is_stuck_after_ten_times_the_time(phase):
+    """A checkpoint that is read from a share that has gone: bounded, and named."""
+    assert culprit(worker(phase, 9.9 * TIMEOUT_S), worker("sync"), worker("sync")) is None
+    assert culprit(worker(phase, 10.1 * TIMEOUT_S), worker("sync"), worker("sync")) == 0
 
 
 def test_who_waits_in_the_barrier_is_never_the_culprit():

@@ -12,6 +12,7 @@ that takes all state, again from the checkpoint, and said so), replicas equal, n
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -20,12 +21,13 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
+from tests import network
 from tests.checks import check_history, check_nothing_left, check_replicas_agree
 from tests.orders import order
 from tests.runs import Run, running
@@ -33,7 +35,6 @@ from tests.runs import Run, running
 WORKERS = 4
 HANG_TIMEOUT_S = 5
 CONFIG = (
-    "trainer=tests/trainers.py:Ordered",
     "steps=10000000",
     f"cluster.workers={WORKERS}",
     f"cluster.hang_timeout_s={HANG_TIMEOUT_S}",
@@ -49,6 +50,7 @@ class Hit(NamedTuple):
 
     t: float
     workers: list[int]
+    aborts: bool = False  # one of several workers will be replaced: known by the next abort
 
 
 def killed(*counts: int, number: int = signal.SIGKILL) -> Callable[[Run, random.Random], Hit]:
@@ -106,6 +108,54 @@ def coordinator(run: Run, draw: random.Random) -> Hit:
     return Hit(t, [])
 
 
+def cut_all(run: Run, draw: random.Random) -> Hit:
+    worker = draw.randrange(WORKERS)
+    return Hit(network.cut_all(run, worker), [worker])
+
+
+def cut_coordinator(run: Run, draw: random.Random) -> Hit:
+    worker = draw.randrange(WORKERS)
+    return Hit(network.cut_coordinator(run, worker), [worker])
+
+
+def cut_pair(run: Run, draw: random.Random) -> Hit:
+    return Hit(network.cut_peer(run, *draw.sample(range(WORKERS), 2)), [], aborts=True)
+
+
+def split(run: Run, draw: random.Random) -> Hit:
+    """Into two halves, on the data plane."""
+    workers = draw.sample(range(WORKERS), WORKERS)
+    return Hit(network.split(run, workers[:2], workers[2:]), [], aborts=True)
+
+
+def short_cut(run: Run, draw: random.Random) -> Hit:
+    t = network.cut_coordinator(run, draw.randrange(WORKERS))
+    time.sleep(1.0)
+    network.heal(run)
+    return Hit(t, [])
+
+
+def packet_loss(run: Run, draw: random.Random) -> Hit:
+    t = network.lose_packets(run, 5)
+    time.sleep(2.0)
+    network.heal(run)
+    return Hit(t, [])
+
+
+def reset(run: Run, draw: random.Random) -> Hit:
+    worker = draw.randrange(WORKERS)
+    return Hit(network.reset_coordinator(run, worker), [worker])
+
+
+NETWORK_FAULTS: dict[str, Callable[[Run, random.Random], Hit]] = {
+    "cut off from everybody": cut_all,
+    "cut off from the coordinator": cut_coordinator,
+    "two cut off from one another": cut_pair,
+    "split into two halves": split,
+    "its coordinator connection reset": reset,
+    "cut off for 1 s, then healed": short_cut,
+    "5 % of packets lost for 2 s": packet_loss,
+}
 FAULTS: dict[str, Callable[[Run, random.Random], Hit]] = {
     "a worker dies": killed(1),
     "two or three at once": killed(2, 3),
@@ -135,26 +185,38 @@ TAKES_ALL_STATE = {"all at once", "the coordinator dies"}
 
 def measure(run: Run, fault: str, draw: random.Random) -> float:
     """Injects one fault; seconds to the next commit without those it hit. Waits for all of them."""
-    hit = FAULTS[fault](run, draw)
+    seen = len(run.events())
+    hit = {**FAULTS, **NETWORK_FAULTS}[fault](run, draw)
     everybody = list(range(WORKERS))
-    dead = set(hit.workers) if set(hit.workers) != set(everybody) else set()
-    commit = run.wait_until(
-        f"a commit after: {fault}",
-        lambda: next(
-            (
-                m
-                for m in reversed(run.metrics()[-2000:])
-                if m["t"] > hit.t and not dead & set(m["workers"])
-            ),
-            None,
-        ),
-    )
-    first = next(
-        m for m in run.metrics()[-2000:] if m["t"] > hit.t and not dead & set(m["workers"])
-    )
+    dead = set(hit.workers) if len(hit.workers) < WORKERS else set()
+    since = hit.t
+    if hit.aborts:
+        since = run.wait_for_event("step_aborted", after=seen)["t"]
+
+    def first() -> dict | None:
+        rows = run.metrics()[-2000:]
+        return next((m for m in rows if m["t"] > since and not dead & set(m["workers"])), None)
+
+    commit = run.wait_until(f"a commit after: {fault}", first)
     run.wait_until("all train", lambda: run.metrics()[-1]["workers"] == everybody)
+    if fault in NETWORK_FAULTS:
+        network.heal(run)
     run.wait_for_steps(draw.randrange(10, 40))
-    return first["t"] - hit.t if commit else 0.0
+    return commit["t"] - hit.t
+
+
+@contextlib.contextmanager
+def live_run(run_dir: Path) -> Iterator[Run]:
+    """With a network of its own, where the machine allows that."""
+    if network.why_not():
+        print(f"without faults of the network: {network.why_not()}")
+        sets = ["trainer=tests/trainers.py:Ordered", *CONFIG]
+        with running("tests/paced.yaml", run_dir, *sets) as run:
+            yield run
+    else:
+        sets = ["trainer=tests/networked.py:Ordered", *CONFIG]
+        with network.network_run("tests/paced.yaml", run_dir, *sets) as run:
+            yield run
 
 
 def table(seconds: dict[str, list[float]]) -> Iterable[str]:
@@ -176,14 +238,15 @@ def main() -> int:
     shutil.rmtree(arguments.run_dir, ignore_errors=True)
     arguments.run_dir.parent.mkdir(parents=True, exist_ok=True)
     draw = random.Random(arguments.seed)
-    names = arguments.only or list(FAULTS)
+    possible = FAULTS if network.why_not() else FAULTS | NETWORK_FAULTS
+    names = arguments.only or list(possible)
     seconds: dict[str, list[float]] = {}
 
     def inject(fault: str) -> None:
         seconds.setdefault(fault, []).append(measure(run, fault, draw))
         print(f"{time.strftime('%H:%M:%S')} {fault}: {seconds[fault][-1]:.2f} s", flush=True)
 
-    with running("tests/paced.yaml", arguments.run_dir, *CONFIG) as run:
+    with live_run(arguments.run_dir) as run:
         run.wait_for_step(20)
         end = time.monotonic() + arguments.soak_s
         if arguments.soak_s:

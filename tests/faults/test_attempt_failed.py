@@ -34,7 +34,7 @@ def failures(run: Run) -> list[dict]:
     return [e for e in run.events("step_aborted") if not e["failed"]]
 
 
-@pytest.mark.parametrize("worker", [0, 1])
+@pytest.mark.parametrize("worker", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("where", PLACES.values(), ids=PLACES)
 def test_all_abort_together_and_no_process_ends(tmp_path, where, worker, sets=()):
     """Ten failures in one run: each step once, replicas agree, each retry at once."""
@@ -54,6 +54,7 @@ def test_all_abort_together_and_no_process_ends(tmp_path, where, worker, sets=()
         ]
 
 
+@pytest.mark.slow
 def test_failed_attempts_leave_nothing_behind(tmp_path, sets=()):
     """Descriptors and threads of both after the last failure as after the third."""
     where = "{'ftrain.mesh:DataPlane.sum': 12}"

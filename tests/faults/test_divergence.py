@@ -16,7 +16,7 @@ def flips(worker: int, step: int) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("worker, step", [(2, 20), (0, 47)])
+@pytest.mark.parametrize("worker, step", [(2, 20), pytest.param(0, 47, marks=pytest.mark.slow)])
 def test_the_outlier_is_replaced_and_gets_the_state_of_most(tmp_path, worker, step):
     """At the next digest; the lowest too, which would be the donor. The run ends as it should."""
     sets = [*flips(worker, step), "steps=200"]

@@ -20,9 +20,9 @@ CONFIG = (ORDERED, f"cluster.hang_timeout_s={HANG_TIMEOUT_S}")
     "fault, at, function",
     [
         ("sleep", "dataset", "batch_at"),
-        ("sleep", "hook", "phase"),
+        pytest.param("sleep", "hook", "phase", marks=pytest.mark.slow),
         ("spin", "update", "_spin"),
-        ("device", "gradient", "_device"),
+        pytest.param("device", "gradient", "_device", marks=pytest.mark.slow),
         ("stop", "reduce", None),
     ],
 )
@@ -54,6 +54,7 @@ def test_a_stuck_worker_is_shown_ended_and_replaced(tmp_path, fault, at, functio
             assert function in (run_dir / "logs" / f"worker-{worker}.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_that_is_continued_commits_and_writes_nothing(tmp_path):
     """It is fenced and killed while it is stopped: SIGCONT comes to a process that has ended."""
     with running("tests/paced.yaml", tmp_path / "run", *CONFIG, "steps=300") as run:
@@ -99,7 +100,23 @@ def test_a_slow_peer_is_not_a_dead_peer(tmp_path, late_s):
         assert len(run.events("view_changed")) == 1
 
 
-@pytest.mark.parametrize("at", ["evaluate", "save", "compile"])
+@pytest.mark.parametrize(
+    "at", ["restore", *(pytest.param(p, marks=pytest.mark.slow) for p in ("connect", "compile"))]
+)
+def test_a_start_that_never_ends_is_bounded_and_named(tmp_path, at):
+    """Ten times the timeout where much may take long: then it is ended, and tried again."""
+    sets = [ORDERED, "steps=40", "cluster.hang_timeout_s=1"]
+    order(tmp_path / "run", "sleep", at, 0, seconds=3600)
+    with running("tests/paced.yaml", tmp_path / "run", *sets) as run:
+        hang = run.wait_for_event("hang_detected")
+        assert (hang["worker"], hang["phase"]) == (0, at) and 10 < hang["seconds"] < 12
+        assert run.finish() == 0
+        check_each_step_once(run, 40)
+
+
+@pytest.mark.parametrize(
+    "at", ["evaluate", *(pytest.param(p, marks=pytest.mark.slow) for p in ("save", "compile"))]
+)
 def test_what_is_slow_by_nature_is_no_hang(tmp_path, at):
     """A compilation, a checkpoint: untimed. A part of an evaluation: as long as a step may take."""
     seconds = 2.5 if at == "evaluate" else HANG_TIMEOUT_S + 1.5
@@ -111,6 +128,7 @@ def test_what_is_slow_by_nature_is_no_hang(tmp_path, at):
         assert run.events("hang_detected") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worker", [0, 1])
 def test_device_that_computes_for_ever_is_its_worker_s_fault(tmp_path, worker):
     """The others wait in the reduction, and are not taken for the culprit: nothing is lost."""

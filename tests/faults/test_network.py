@@ -150,6 +150,7 @@ def test_a_split_in_two_halves_leaves_one_history(tmp_path):
         assert "not reaching worker" in told(run, 2) and "not reaching worker" in told(run, 3)
 
 
+@pytest.mark.slow
 def test_a_cut_shorter_than_the_timeouts_costs_its_time_alone(tmp_path):
     """Three seconds without the coordinator: nobody is ended."""
     with network_run(
@@ -167,6 +168,7 @@ def test_a_cut_shorter_than_the_timeouts_costs_its_time_alone(tmp_path):
         finish_in_one_history(run, 150, dead=[])
 
 
+@pytest.mark.slow
 def test_a_reset_of_the_connection_to_the_coordinator_costs_that_worker_alone(tmp_path):
     """JAX's client takes it for the coordinator's death and ends its process; the others go on."""
     with network_run(CONFIG, tmp_path / "run", "steps=200") as run:

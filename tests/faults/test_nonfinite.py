@@ -86,6 +86,7 @@ def test_skip_goes_on_with_the_state_as_it_was(tmp_path):
         assert run.output.count(f"step {STEP} skipped, the state stays: loss inf") == 1
 
 
+@pytest.mark.slow
 def test_first_step_that_is_not_finite_saves_the_beginning(tmp_path):
     """There is always a good state: that of step 0."""
     sets = ["steps=40", "cluster.workers=2", *poisoned(0, 10**6)]
@@ -115,6 +116,7 @@ def test_kill_in_a_row_of_skipped_steps_changes_nothing(tmp_path):
         assert "100 steps in a row were skipped, and step 121 is not finite" in run.output
 
 
+@pytest.mark.slow
 def test_kill_in_skipped_steps_leaves_the_same_steps_learned(tmp_path):
     """The rejoiner passes the rest of them with the others; all learn from the next good one."""
     sets = ["steps=140", "on_nonfinite=skip", *poisoned(20 * SIZE, 90 * SIZE - 1, pause_s=0.02)]
@@ -130,6 +132,7 @@ def test_kill_in_skipped_steps_leaves_the_same_steps_learned(tmp_path):
         assert [e["step"] for e in run.events("step_skipped")] == list(range(21, 91))
 
 
+@pytest.mark.slow
 def test_ignore_commits_what_comes(tmp_path):
     """The user's word: nothing is said, and the records are JSON all the same."""
     sets = ["steps=30", "cluster.workers=2", "on_nonfinite=ignore", *poisoned(SAMPLE, SAMPLE)]

@@ -36,8 +36,11 @@ def test_the_donor_dies_while_it_gives_its_state(tmp_path):
         assert run.events("checkpoint_restored") == []
 
 
-@pytest.mark.parametrize("before_end", [3, 2, 1])
-@pytest.mark.parametrize("worker", [0, 2])
+@pytest.mark.parametrize(
+    "worker, before_end",
+    [(0, 1), (2, 2)]
+    + [pytest.param(*p, marks=pytest.mark.slow) for p in ((0, 2), (0, 3), (2, 1), (2, 3))],
+)
 def test_a_death_in_one_of_the_last_steps(tmp_path, before_end, worker):
     """The run ends at its target with every step once, saved, whoever died."""
     with running("tests/paced.yaml", tmp_path / "run", ORDERED, "steps=40") as run:
@@ -91,7 +94,9 @@ def test_every_signal_that_ends_a_worker_gives_a_replacement(tmp_path):
         check_deaths_explained(run)
 
 
-@pytest.mark.parametrize("at", ["update", "sync", "save"])
+@pytest.mark.parametrize(
+    "at", ["sync", *(pytest.param(p, marks=pytest.mark.slow) for p in ("update", "save"))]
+)
 def test_the_coordinator_dies_at_a_bad_moment(tmp_path, at):
     """In a step, in a rejoin, in the last checkpoint: all come back from the newest one."""
     sets = [ORDERED, "steps=120", "checkpoint.every_steps=25"]
