@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ftrain.worker_logs import Logs
 
 DEATH_TOLD_S = 2.0  # until those who waited for a dead one have left what they waited in
-STACKS_S = 0.3  # to write them: a millisecond, on a machine that has one to spare
+STACKS_S = 0.6  # to write them: milliseconds, on a machine that has some to spare
 
 
 class Warden:
@@ -38,6 +38,7 @@ class Warden:
         self._slots, self._rules = slots, rules
         self._log, self._logs, self._story = log, logs, story
         self._asked: tuple[Slot, float] | None = None  # for its stacks, and when
+        self._dump = ""  # what it has written so far
         self._ended_at = 0.0
 
     def tick(self, now: float, coordinator: Child | None) -> None:
@@ -111,7 +112,7 @@ class Warden:
         if not slot.child.is_stopped():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(slot.child.pid, STACK_SIGNAL)
-        self._asked = slot, now
+        self._asked, self._dump = (slot, now), ""
 
     def _end_asked(self, now: float) -> None:
         """Ends the worker that was asked, once it has answered or its time is up."""
@@ -119,12 +120,14 @@ class Warden:
         if slot.child is None or not slot.hung:  # it has ended meanwhile
             self._asked = None
             return
-        dump, stopped = slot.new_stacks(), slot.child.is_stopped()
-        if dump or stopped or now > asked_at + STACKS_S:
+        new, stopped = slot.new_stacks(), slot.child.is_stopped()
+        self._dump += new
+        written = bool(self._dump) and not new  # thread by thread: nothing says which is the last
+        if written or stopped or now > asked_at + STACKS_S:
             self._asked, self._ended_at = None, now
-            for line in dump.splitlines():
+            for line in self._dump.splitlines():
                 self._logs.worker(slot.worker, line)
-            stack = culprit(read_stacks(dump), slot.reading().phase)
+            stack = culprit(read_stacks(self._dump), slot.reading().phase)
             self._story.worker_hangs(slot, stack, stopped=stopped)
             slot.child.kill()
 

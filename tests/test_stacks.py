@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import signal
-import threading
+import subprocess
+import sys
 
 import pytest
 
 from ftrain.beat import Beat
 from ftrain.processes import Exit
 from ftrain.slots import Slot
-from ftrain.stacks import STACK_SIGNAL, crashed, culprit, read_stacks
+from ftrain.stacks import crashed, culprit, read_stacks
+from tests.runs import environment
 
 READING = """Thread 0x00007f90a35586c0 (most recent call first):
   File "recipes/slow.py", line 5 in __getitem__
@@ -29,18 +29,29 @@ Current thread 0x00007f90a3fefb80 (most recent call first):
 """
 
 
-def dump_of(work) -> tuple[str, int]:
-    """What a child that keeps stacks leaves when it does `work`, and its wait status."""
+BEFORE = """
+import ctypes, os, signal, sys, threading
+from ftrain.beat import Beat
+from ftrain.stacks import STACK_SIGNAL
+
+Beat(int(sys.argv[1])).keep_stacks()
+
+
+def ask():
+    signal.raise_signal(STACK_SIGNAL)
+
+"""
+
+
+def dump_of(work: str) -> tuple[str, int]:
+    """What a process that keeps stacks leaves when it does `work`, and how it ended."""
     fd = Beat.create("test")
     beat = Beat(fd)
-    pid = os.fork()
-    if pid == 0:
-        beat.keep_stacks()
-        work()
-        os._exit(0)
-    _, status = os.waitpid(pid, 0)
+    done = subprocess.run(
+        [sys.executable, "-c", BEFORE + work, str(fd)], pass_fds=[fd], env=environment()
+    )
     try:
-        return beat.new_stacks(), os.waitstatus_to_exitcode(status)
+        return beat.new_stacks(), done.returncode
     finally:
         beat.close()
 
@@ -65,29 +76,31 @@ def test_without_frames_there_is_nothing_to_show(dump):
 
 def test_a_process_that_is_asked_writes_its_stacks_and_goes_on():
     """The lock of its interpreter need not be free: the handler runs in C."""
-    dump, code = dump_of(lambda: signal.raise_signal(STACK_SIGNAL))
+    dump, code = dump_of("ask()")
     assert code == 0
-    assert any(f.function == "dump_of" for f in culprit(read_stacks(dump), "hook").frames)
+    assert culprit(read_stacks(dump), "hook").frames[-1].function == "ask"
 
 
 def test_stacks_of_several_threads_are_told_apart():
     """The main thread is the last."""
-    stop = threading.Event()
+    work = """
+stop = threading.Event()
 
-    def wait_beside() -> None:
-        stop.wait()
 
-    def work() -> None:
-        threading.Thread(target=wait_beside, daemon=True).start()
-        signal.raise_signal(STACK_SIGNAL)
+def wait_beside():
+    stop.wait()
 
+
+threading.Thread(target=wait_beside, daemon=True).start()
+ask()
+"""
     stacks = read_stacks(dump_of(work)[0])
     assert any(f.function == "wait_beside" for f in stacks[0].frames)
     assert not any(f.function == "wait_beside" for f in stacks[-1].frames)
 
 
 @pytest.mark.parametrize(
-    "crash, name", [(lambda: ctypes.string_at(0), "SIGSEGV"), (os.abort, "SIGABRT")]
+    "crash, name", [("ctypes.string_at(0)", "SIGSEGV"), ("os.abort()", "SIGABRT")]
 )
 def test_a_crash_of_user_code_is_an_error_of_its_own_with_its_place(crash, name):
     """So the same crash again at the same step ends the run like the same exception."""

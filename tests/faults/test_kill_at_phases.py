@@ -37,6 +37,7 @@ def test_death_at_the_beginning_of_a_phase(tmp_path, phase):
         run.wait_for_step(20)
         if phase not in ("start", "connect", "compile", "ready", "restore", "save", "pause"):
             taken(run, orders[0])
+        run.wait_until("all train", lambda: run.metrics()[-1]["workers"] == [0, 1, 2, 3])
         seen = len(run.events())
         if phase not in ("restore", "save"):  # once in a run, at its beginning and at its end
             orders.append(order(run_dir, "kill", phase))
