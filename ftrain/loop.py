@@ -119,10 +119,11 @@ class StepLoop:
         while not new.leave:
             started = time.perf_counter()
             try:
-                with live_devices(jax.devices()), self.members.attempt():
-                    view = self.members.current_view()
-                    new = self._block(view)
-                    self.beat.phase("barrier")
+                with live_devices(jax.devices()):
+                    with self.members.attempt():
+                        view = self.members.current_view()
+                        new = self._block(view)
+                    self.beat.phase("barrier")  # also after an attempt that failed
             except ProcessFailureError:
                 # All members come here together, with whatever the body computed uncommitted (R1).
                 if self.members.finished():
