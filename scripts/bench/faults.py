@@ -119,7 +119,9 @@ def cut_coordinator(run: Run, draw: random.Random) -> Hit:
 
 
 def cut_pair(run: Run, draw: random.Random) -> Hit:
-    return Hit(network.cut_peer(run, *draw.sample(range(WORKERS), 2)), [], aborts=True)
+    """Of neighbours in the ring of the sum; what is cut between others carries nothing."""
+    worker = draw.randrange(WORKERS)
+    return Hit(network.cut_peer(run, worker, (worker + 1) % WORKERS), [], aborts=True)
 
 
 def split(run: Run, draw: random.Random) -> Hit:
