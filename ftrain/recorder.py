@@ -29,6 +29,7 @@ class Recorder:
         self._log, self._tell = log, tell
         self.step = max((row["step"] for row in read_lines(self._metrics.path)), default=0)
         self.highest = self.step  # over all lineages
+        self.workers: list[int] = []  # who committed the newest step
         self.committed = False  # whether this supervisor has seen a commit
         self.aborts = 0  # failed attempts, all
         self.aborts_in_place = 0  # failed attempts at one step with nobody dead
@@ -64,7 +65,7 @@ class Recorder:
             return
         rewound = step <= self.highest
         self._lineage, self.step, self.highest = lineage, step, max(step, self.highest)
-        self.committed, self.aborts_in_place = True, 0
+        self.committed, self.aborts_in_place, self.workers = True, 0, record["workers"]
         metrics = record.pop("metrics")
         eval_due = record.pop("eval_due")
         line = {

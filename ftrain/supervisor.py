@@ -260,8 +260,9 @@ class Supervisor:
 
     def _on_output(self, slot: Slot, line: str) -> None:
         self._logs.worker(slot.worker, line)
-        going = [s.worker for s in self._slots if s.child is not None and s.going]
-        if slot.worker == min(going or [s.worker for s in self._slots if s.child is not None]):
+        alive = [s.worker for s in self._slots if s.child is not None]
+        # Of those who train: one that has just come back may be lower and has said nothing yet.
+        if slot.worker == min([w for w in self._recorder.workers if w in alive] or alive):
             self._screen.line(f"[{slot.worker}] {line}")
 
     def _on_stderr(self, slot: Slot, line: str) -> None:
