@@ -86,12 +86,13 @@ def taken(run: Run, path: Path) -> float:
 
 
 def rejoiner_dies(run: Run, draw: random.Random) -> Hit:
-    """At any point of its way back."""
+    """At any point of its way back; the order is there before it is."""
     worker = draw.randrange(WORKERS)
     place = draw.choice(["start", "compile", "ready", "barrier", "settle", "sync"])
+    last = [e for e in run.events("worker_started") if e["worker"] == worker][-1]
+    path = order(run.run_dir, "kill", place, worker, incarnation=last["incarnation"] + 1)
     run.kill(worker)
-    run.wait_until("the others train", lambda: worker not in run.metrics()[-1]["workers"])
-    return Hit(taken(run, order(run.run_dir, "kill", place, worker)), [worker])
+    return Hit(taken(run, path), [worker])
 
 
 def donor_dies(run: Run, draw: random.Random) -> Hit:

@@ -37,7 +37,9 @@ def test_death_at_the_beginning_of_a_phase(tmp_path, phase):
         run.wait_for_step(20)
         if phase not in ("start", "connect", "compile", "ready", "restore", "save", "pause"):
             taken(run, orders[0])
-        run.wait_until("all train", lambda: run.metrics()[-1]["workers"] == [0, 1, 2, 3])
+        if not orders[0].exists():
+            run.wait_until("the death", lambda: run.events("worker_exited"))
+        run.wait_until("all train", lambda: all_train(run))
         seen = len(run.events())
         if phase not in ("restore", "save"):  # once in a run, at its beginning and at its end
             orders.append(order(run_dir, "kill", phase))
@@ -52,6 +54,16 @@ def test_death_at_the_beginning_of_a_phase(tmp_path, phase):
         check_deaths_explained(run)
         check_nothing_left(run)
         assert run.events("checkpoint_restored") == []
+
+
+def all_train(run):
+    """Whether every process that was started is alive and has been in the newest commit."""
+    started, exited = run.events("worker_started"), run.events("worker_exited")
+    newest = run.metrics()[-1]
+    last = max(e["t"] for e in started)
+    return (
+        len(started) - len(exited) == 4 and newest["t"] > last and newest["workers"] == [0, 1, 2, 3]
+    )
 
 
 def taken(run, path):
