@@ -29,8 +29,10 @@ from ftrain.state import (
     Committed,
     StateSpec,
     TrainState,
+    cut_bytes,
     from_host,
     is_key,
+    join_bytes,
     key_impl,
     spec_of,
     to_host,
@@ -157,32 +159,24 @@ def _stored(arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
 
     Of a dtype that its files do not know (float8_e4m3: tensorstore 0.1.86) as bytes too.
     """
-    small = [_bytes(a) for a in arrays if a.nbytes < SMALL_BYTES]
-    large = {f"{i:05d}": a for i, a in enumerate(arrays) if a.nbytes >= SMALL_BYTES}
-    tree = {
-        n: a if a.dtype.isbuiltin == 1 or a.dtype.name == "bfloat16" else _bytes(a)
-        for n, a in large.items()
-    }
-    together = np.concatenate([*small, np.zeros(0, np.uint8)])
+    tree = {f"{i:05d}": a for i, a in enumerate(arrays) if a.nbytes >= SMALL_BYTES}
+    for name, array in tree.items():
+        if array.dtype.isbuiltin != 1 and array.dtype.name != "bfloat16":
+            tree[name] = join_bytes([array])
+    together = join_bytes(a for a in arrays if a.nbytes < SMALL_BYTES)
     return {**tree, "small": together} if together.size else tree  # Orbax refuses empty arrays
 
 
 def _from_stored(tree: dict[str, np.ndarray], meta: dict[str, Any]) -> list[np.ndarray]:
-    small, start, arrays = tree.get("small", np.zeros(0, np.uint8)), 0, []
-    for i, (shape, name) in enumerate(meta["shapes"]):
-        dtype = jax.numpy.dtype(name)
-        size = math.prod(shape) * dtype.itemsize
-        if size >= meta["small_bytes"]:
-            array = tree[f"{i:05d}"]
-        else:
-            array = small[start : start + size].copy()  # aligned, and without the others
-            start += size
-        arrays.append(_bytes(array).view(dtype).reshape(shape))
-    return arrays
-
-
-def _bytes(array: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    shapes = [(shape, jax.numpy.dtype(name)) for shape, name in meta["shapes"]]
+    large = {
+        i: join_bytes([tree[f"{i:05d}"]]).view(dtype).reshape(shape)
+        for i, (shape, dtype) in enumerate(shapes)
+        if math.prod(shape) * dtype.itemsize >= meta["small_bytes"]
+    }
+    together = tree.get("small", np.zeros(0, np.uint8))
+    small = iter(cut_bytes(together, (s for i, s in enumerate(shapes) if i not in large)))
+    return [large[i] if i in large else next(small) for i in range(len(shapes))]
 
 
 def _checkpointer() -> Any:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -189,3 +189,22 @@ def host_shape(leaf: jax.ShapeDtypeStruct) -> tuple[tuple[int, ...], np.dtype]:
 def host_bytes(spec: StateSpec) -> int:
     """The size of the state."""
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in spec.host_shapes)
+
+
+def join_bytes(arrays: Iterable[np.ndarray]) -> np.ndarray:
+    """The bytes of arrays on the host, one after the other."""
+    flat = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays]
+    return np.concatenate([*flat, np.zeros(0, np.uint8)])
+
+
+def cut_bytes(
+    data: np.ndarray, shapes: Iterable[tuple[Sequence[int], np.dtype]]
+) -> list[np.ndarray]:
+    """The arrays of those shapes and dtypes whose bytes `join_bytes` gave."""
+    arrays, start = [], 0
+    for shape, dtype in shapes:
+        size = math.prod(shape) * dtype.itemsize
+        # A copy: aligned, and it does not keep the others alive.
+        arrays.append(data[start : start + size].copy().view(dtype).reshape(shape))
+        start += size
+    return arrays

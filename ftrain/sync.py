@@ -10,7 +10,6 @@ digests meet, and they travel by the program of the step: nothing is compiled fo
 from __future__ import annotations
 
 import dataclasses
-import math
 import struct
 from collections.abc import Sequence
 
@@ -21,7 +20,15 @@ from ftrain.digests import Digests
 from ftrain.errors import AttemptFailedError
 from ftrain.mesh import DataPlane
 from ftrain.replicas import differ
-from ftrain.state import Committed, StateSpec, from_host, host_bytes, to_host
+from ftrain.state import (
+    Committed,
+    StateSpec,
+    cut_bytes,
+    from_host,
+    host_bytes,
+    join_bytes,
+    to_host,
+)
 
 HEADER = struct.Struct("<qq32s")  # step, cursor, digest; zeros from who has no state
 BUCKET_WORDS = 1 << 20  # 4 MiB of uint32: beyond that more buckets, not larger ones
@@ -106,7 +113,7 @@ def _broadcast(
 ) -> list[np.ndarray]:
     """The donor's leaves, on every member. `arrays` is None for all but the donor."""
     size, words = host_bytes(spec), _bucket_words(spec)
-    sent = np.zeros(0, np.uint8) if arrays is None else _join(arrays)
+    sent = np.zeros(0, np.uint8) if arrays is None else join_bytes(arrays)
     received = np.empty(-(-size // (4 * words)) * 4 * words, np.uint8)
     for start in range(0, size, 4 * words):
         bucket = np.zeros(4 * words, np.uint8)
@@ -115,18 +122,4 @@ def _broadcast(
         received[start : start + 4 * words] = _sum_words(plane, bucket.view(np.uint32)).view(
             np.uint8
         )
-    return _cut(spec, received[:size])
-
-
-def _join(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    flat = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays]
-    return np.concatenate(flat) if flat else np.zeros(0, np.uint8)
-
-
-def _cut(spec: StateSpec, data: np.ndarray) -> list[np.ndarray]:
-    arrays, start = [], 0
-    for shape, dtype in spec.host_shapes:
-        size = math.prod(shape) * dtype.itemsize
-        arrays.append(data[start : start + size].copy().view(dtype).reshape(shape))
-        start += size
-    return arrays
+    return cut_bytes(received[:size], spec.host_shapes)

@@ -30,9 +30,16 @@ import ftrain
 from ftrain.checkpoint import _from_stored, _stored
 from ftrain.errors import StateMismatchError, TrainerError
 from ftrain.leaves import CARRIED
-from ftrain.state import Committed, StateSpec, from_host, spec_of, to_host
+from ftrain.state import (
+    Committed,
+    StateSpec,
+    cut_bytes,
+    from_host,
+    join_bytes,
+    spec_of,
+    to_host,
+)
 from ftrain.step import initial_state, state_spec
-from ftrain.sync import _cut, _join
 from tests.test_checkpoint import restore, write
 from tests.test_state import KEY_IMPLS, bits_of, state_of
 from tests.test_step import SHARDS, SIZE, Steps
@@ -398,7 +405,7 @@ def test_any_tree_of_any_bits_comes_back_the_same(tree):
     spec, state = state_of({}, (), tree)
     host = to_host(state.leaves)
     meta = {"shapes": [[list(s), d.name] for s, d in spec.host_shapes], "small_bytes": 1 << 16}
-    for found in (_cut(spec, _join(host)), _from_stored(_stored(host), meta)):
+    for found in (cut_bytes(join_bytes(host), spec.host_shapes), _from_stored(_stored(host), meta)):
         assert_same(spec, Committed(3, 12, from_host(spec, found)), state, ({}, (), tree))
 
 

@@ -21,8 +21,16 @@ from ftrain import sync
 from ftrain.digests import Digests, digest_of
 from ftrain.errors import AttemptFailedError
 from ftrain.mesh import DataPlane
-from ftrain.state import Committed, StateSpec, host_bytes, spec_of, to_host
-from ftrain.sync import BUCKET_WORDS, HEADER, Synced, _bucket_words, _cut, _join, sync_state
+from ftrain.state import (
+    Committed,
+    StateSpec,
+    cut_bytes,
+    host_bytes,
+    join_bytes,
+    spec_of,
+    to_host,
+)
+from ftrain.sync import BUCKET_WORDS, HEADER, Synced, _bucket_words, sync_state
 from tests.test_state import EVERY_KIND, bits_of, state_of
 
 QUICK = settings(max_examples=50, deadline=None, database=None)
@@ -149,7 +157,7 @@ def test_leaves_of_every_kind_come_out_of_the_bytes_as_they_went_in():
     """Dtypes, shapes, empty ones and all bits."""
     spec, state = state_of(EVERY_KIND)
     arrays = to_host(state.leaves)
-    out = _cut(spec, _join(arrays))
+    out = cut_bytes(join_bytes(arrays), spec.host_shapes)
     assert [(a.dtype, a.shape, a.tobytes()) for a in out] == [
         (a.dtype, a.shape, a.tobytes()) for a in arrays
     ]
@@ -158,7 +166,7 @@ def test_leaves_of_every_kind_come_out_of_the_bytes_as_they_went_in():
 def test_a_state_without_leaves_packs_to_nothing():
     """Neither parameters nor anything else: a legal, if useless, state."""
     spec = spec_of({}, (), None)
-    assert _join([]).size == 0 and _cut(spec, _join([])) == []
+    assert join_bytes([]).size == 0 and cut_bytes(join_bytes([]), spec.host_shapes) == []
 
 
 @QUICK

@@ -26,8 +26,7 @@ import numpy as np
 
 from ftrain.checkpoint import read_checkpoint, write_checkpoint
 from ftrain.digests import Digests
-from ftrain.state import Committed, from_host, spec_of, to_host
-from ftrain.sync import _cut, _join
+from ftrain.state import Committed, cut_bytes, from_host, join_bytes, spec_of, to_host
 
 
 def parts(leaves: int, floats: int, folder: Path) -> dict[str, Callable[[], object]]:
@@ -40,11 +39,13 @@ def parts(leaves: int, floats: int, folder: Path) -> dict[str, Callable[[], obje
     digests, host = Digests(spec), to_host(state.leaves)
     digests.lower()
     digests.compile(lambda lowered: lowered.compile())
-    sent = _join(host)
+    sent = join_bytes(host)
     return {
         "digest": lambda: digests(state),
-        "to the host and joined": lambda: _join(to_host(state.leaves)),
-        "cut and to the device": lambda: jax.block_until_ready(from_host(spec, _cut(spec, sent))),
+        "to the host and joined": lambda: join_bytes(to_host(state.leaves)),
+        "cut and to the device": lambda: jax.block_until_ready(
+            from_host(spec, cut_bytes(sent, spec.host_shapes))
+        ),
         "checkpoint written": lambda: write_checkpoint(
             folder / "1", spec, state, host, dataset_length=1
         ),
