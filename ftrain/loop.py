@@ -13,17 +13,14 @@ to R10, docs/protocol.md) is named where it is kept; R3 and R9 are in `membershi
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 
 from ftrain.data import rank_of, shards_of
-from ftrain.errors import AttemptFailedError, WorkerDiffersError
-from ftrain.identity import Identity, difference, fingerprint, of_most
 from ftrain.membership import Members, ProcessFailureError, View, live_devices
 from ftrain.mesh import Buffers, DataPlane
 from ftrain.nonfinite import SKIPS_IN_A_ROW, Nonfinite, one_line, why_stopped
@@ -33,6 +30,7 @@ from ftrain.state import Committed, StateSpec
 from ftrain.sync import sync_state
 
 if TYPE_CHECKING:
+    from ftrain.admission import Admission
     from ftrain.beat import Beat
     from ftrain.checkpoint import Saver
     from ftrain.config import Config
@@ -79,7 +77,7 @@ class StepLoop:
     config: Config
     target: Target
     members: Members
-    identity: Identity
+    admission: Admission
     spec: StateSpec
     programs: StepPrograms
     digests: Digests
@@ -110,7 +108,7 @@ class StepLoop:
           together: the workers that begin with this one, for a first view with them all.
           name: of this beginning, used once.
         """
-        self._check_before_joining()
+        self.admission.check_before_joining()
         self.beat.phase("barrier")
         self.members.join()
         if len(together) > 1:
@@ -202,13 +200,13 @@ class StepLoop:
             {
                 "step": self.state.step if self.state else None,
                 "progress": self.progress,
-                "identity": self.fingerprint,
+                "identity": self.admission.fingerprint,
             },
         )
         self._open_plane(view)
         # R5: blank ranks below every step, and of those furthest ahead the lowest gives.
         ahead = {w: -1 if holds[w]["step"] is None else holds[w]["step"] for w in view.workers}
-        donor = self._same_members_donor(ahead, {w: holds[w]["identity"] for w in view.workers})
+        donor = self.admission.donor(ahead, {w: holds[w]["identity"] for w in view.workers})
         if ahead[donor] == -1:
             if self.members.finished():  # R8: a view without state never restores then
                 return Outcome(self.state, self.progress, leave=True)
@@ -270,7 +268,7 @@ class StepLoop:
             return synced.differ
         # R6: verified, so committed at once: the donor may die in this very step.
         self.state, self.compared_step = synced.state, synced.state.step
-        self.members.holds_state(self.fingerprint)
+        self.members.holds_state(self.admission.fingerprint)
         if self.members.me != donor and self.members.me not in holders:
             self.report(
                 "state_synced",
@@ -281,62 +279,6 @@ class StepLoop:
                 seconds=time.perf_counter() - started,
             )
         return None
-
-    # Who differs from the others takes no part (see `identity`).
-
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """Of this worker's identity."""
-        return fingerprint(self.identity)
-
-    def _check_before_joining(self) -> None:
-        """Refuses without anybody's notice: those who train shall not lose a step by every try."""
-        self.members.publish_identity(self.fingerprint, self.identity)
-        holders = self.members.holders()
-        if holders and self.fingerprint not in holders.values():
-            self._refuse(min(holders), holders[min(holders)])
-
-    def _same_members_donor(self, ahead: dict[int, int], prints: dict[int, str]) -> int:
-        """The donor of a view (R5), if its members are the same in all but their state.
-
-        Args:
-          ahead: the step that each member holds, -1 for none.
-          prints: each member's fingerprint.
-
-        Raises:
-          WorkerDiffersError: this worker is not like the donor. In a view without state the donor
-            is one of most; without any such majority everybody raises it.
-          AttemptFailedError: another worker is not, and ends.
-        """
-        right = prints[min(ahead, key=lambda w: (-ahead[w], w))]
-        if len(set(prints.values())) > 1 and max(ahead.values()) == -1:
-            right = of_most(prints, self.config.cluster.min_workers)
-        if right is None:
-            self._refuse_all(prints)
-        same = [w for w in ahead if prints[w] == right]
-        donor = min(same, key=lambda w: (-ahead[w], w))
-        if self.fingerprint != right:
-            self._refuse(donor, right)
-        if others := sorted(set(ahead) - set(same)):
-            raise AttemptFailedError(f"worker {' '.join(map(str, others))} differs from the others")
-        return donor
-
-    def _refuse(self, other: int, theirs: str) -> NoReturn:
-        found = difference(
-            f"worker {self.members.me}",
-            self.identity,
-            f"worker {other}",
-            self.members.read_identity(theirs),
-        )
-        raise WorkerDiffersError(found, others_go_on=True)
-
-    def _refuse_all(self, prints: dict[int, str]) -> NoReturn:
-        """In the same words on every member."""
-        first = min(prints)
-        odd = min(w for w in prints if prints[w] != prints[first])
-        records = (self.members.read_identity(prints[w]) for w in (odd, first))
-        found = difference(f"worker {odd}", next(records), f"worker {first}", next(records))
-        raise WorkerDiffersError(found, others_go_on=False)
 
     # The things a block may do.
 

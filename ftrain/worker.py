@@ -238,6 +238,7 @@ def make_loop(
 ) -> Any:
     """Traces and compiles, and puts the parts of the loop together."""
     from ftrain import checkpoint, runtime
+    from ftrain.admission import Admission
     from ftrain.compile_lock import first_compiles
     from ftrain.data import ShardReader
     from ftrain.digests import Digests
@@ -296,7 +297,7 @@ def make_loop(
         config,
         target,
         members,
-        identity,
+        Admission(members, identity, config.cluster.min_workers),
         spec,
         programs,
         digests,

@@ -73,6 +73,7 @@ LAYERS = [
         "evaluation",
         "membership",
     ],
+    ["admission"],
     ["environment", "loop", "worker"],
     ["supervisor", "check", "debug", "template"],
     ["cli"],
