@@ -23,10 +23,13 @@ from tests.orders import obey, obey_at_phases
 
 
 class Numbers:
-    """96 numbers; a batch takes `pause_s` to read, so that steps have a pace on any machine."""
+    """96 numbers; a batch takes `pause_s` to read, so that steps have a pace on any machine.
 
-    def __init__(self, pause_s: float = 0.0):
-        self.pause_s = pause_s
+    `before` is called with the indices of each batch that is about to be read.
+    """
+
+    def __init__(self, pause_s: float = 0.0, before=lambda indices: None):
+        self.pause_s, self.before = pause_s, before
 
     def __len__(self) -> int:
         return 96
@@ -35,6 +38,7 @@ class Numbers:
         return {"x": np.float32(i)}
 
     def batch_at(self, indices: np.ndarray) -> dict:
+        self.before(indices)
         time.sleep(self.pause_s)
         return {"x": indices.astype(np.float32) / 96}
 
@@ -86,33 +90,24 @@ class FailsInData(Paced):
     """Worker 1's first process fails to read at its tenth batch."""
 
     def dataset(self):
-        numbers = Numbers(self.pause_s)
-        read = numbers.batch_at
         calls = iter(range(10**9))
 
-        def batch_at(indices):
+        def fail(indices):
             if mine(1) and next(calls) >= 10:
                 raise OSError("the disk of worker 1 is gone")
-            return read(indices)
 
-        numbers.batch_at = batch_at
-        return numbers
+        return Numbers(self.pause_s, fail)
 
 
 class FailsEverywhere(Paced):
     """Sample 50 cannot be read by anybody."""
 
     def dataset(self):
-        numbers = Numbers(self.pause_s)
-        read = numbers.batch_at
-
-        def batch_at(indices):
+        def fail(indices):
             if 50 in indices:
                 raise RuntimeError("record 50 is bad")
-            return read(indices)
 
-        numbers.batch_at = batch_at
-        return numbers
+        return Numbers(self.pause_s, fail)
 
 
 class FailsInHook(Paced):
@@ -294,15 +289,7 @@ class Ordered(Paced):
         obey_at_phases()
 
     def dataset(self):
-        numbers = Numbers(self.pause_s)
-        read = numbers.batch_at
-
-        def batch_at(indices):
-            obey("dataset")
-            return read(indices)
-
-        numbers.batch_at = batch_at
-        return numbers
+        return Numbers(self.pause_s, lambda indices: obey("dataset"))
 
 
 class Poisoned(Paced):
@@ -369,16 +356,13 @@ class Late(Paced):
         self.late_s = late_s
 
     def dataset(self):
-        numbers = Numbers()
-        read, calls = numbers.batch_at, itertools.count(1)
+        calls = itertools.count(1)
 
-        def batch_at(indices):
+        def sleep(indices):
             if mine(1) and next(calls) == 10:
                 time.sleep(self.late_s)
-            return read(indices)
 
-        numbers.batch_at = batch_at
-        return numbers
+        return Numbers(before=sleep)
 
 
 class Connected(Ordered):
@@ -389,19 +373,15 @@ class Connected(Ordered):
         self.port = port
 
     def dataset(self):
-        numbers = Numbers(self.pause_s)
-        read = numbers.batch_at
         lines = socket.create_connection(("127.0.0.1", self.port)).makefile("rw")
 
-        def batch_at(indices):
+        def ask(indices):
             lines.write(f"{indices[0]}\n")
             lines.flush()
             if lines.readline() != f"{indices[0]}\n":
                 raise ConnectionError("the user's connection was cut")
-            return read(indices)
 
-        numbers.batch_at = batch_at
-        return numbers
+        return Numbers(self.pause_s, ask)
 
 
 class BitFlips(Paced):

@@ -8,7 +8,7 @@ import pytest
 
 from tests.checks import check_each_step_once, check_nothing_left, check_replicas_agree
 from tests.orders import order
-from tests.runs import running
+from tests.runs import Run, running
 
 HANG_TIMEOUT_S = 3
 BOUND_S = HANG_TIMEOUT_S + 1
@@ -128,21 +128,26 @@ def test_what_is_slow_by_nature_is_no_hang(tmp_path, at):
         assert run.events("hang_detected") == []
 
 
+def check_device_hang(run_dir, worker: int, *sets: str) -> Run:
+    """The device of one of two workers computes for ever, and that one is taken for the culprit."""
+    sets = [
+        "trainer=tests/trainers.py:SpinsOnDevice",
+        f"trainer_args={{worker: {worker}, pause_s: 0.006}}",
+        "cluster.hang_timeout_s=3",
+        *sets,
+    ]
+    with running("tests/paced.yaml", run_dir, *sets) as run:
+        hang = run.wait_for_event("hang_detected")
+        assert (hang["worker"], hang["phase"]) == (worker, "gradient")
+        assert run.finish() == 0
+        assert len(run.events("hang_detected")) == 1
+        return run
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("worker", [0, 1])
 def test_device_that_computes_for_ever_is_its_worker_s_fault(tmp_path, worker):
     """The others wait in the reduction, and are not taken for the culprit: nothing is lost."""
-    sets = [
-        "trainer=tests/trainers.py:SpinsOnDevice",
-        f"trainer_args={{worker: {worker}, pause_s: 0.006}}",
-        "cluster.workers=2",
-        "cluster.hang_timeout_s=3",
-        "steps=200",
-    ]
-    with running("tests/paced.yaml", tmp_path / "run", *sets) as run:
-        hang = run.wait_for_event("hang_detected")
-        assert (hang["worker"], hang["phase"]) == (worker, "gradient")
-        assert run.finish() == 0
-        check_each_step_once(run, 200)
-        assert len(run.events("hang_detected")) == 1
-        assert run.events("checkpoint_restored") == []
+    run = check_device_hang(tmp_path / "run", worker, "cluster.workers=2", "steps=200")
+    check_each_step_once(run, 200)
+    assert run.events("checkpoint_restored") == []

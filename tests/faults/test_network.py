@@ -52,25 +52,23 @@ def causes(run: Run, worker: int) -> list[str]:
     return [e["reason"] for e in rows if "signal" in e]
 
 
-def test_a_worker_cut_off_from_everybody_is_replaced(tmp_path):
-    """Its heartbeats stop: it ends, is fenced, and its replacement, elsewhere, takes part."""
+@pytest.mark.parametrize(
+    "fault",
+    [
+        network.cut_all,
+        pytest.param(network.cut_coordinator, marks=pytest.mark.slow),
+        pytest.param(network.reset_coordinator, marks=pytest.mark.slow),
+    ],
+)
+def test_a_worker_that_loses_the_coordinator_is_replaced(tmp_path, fault):
+    """With its peers or without them, or by a reset, which JAX's client takes for a death.
+
+    It ends, is fenced, and its replacement, elsewhere, takes part; the others go on.
+    """
     with network_run(CONFIG, tmp_path / "run", "steps=200") as run:
         run.wait_for_step(20)
         seen = len(run.events())
-        t = network.cut_all(run, 2)
-        wait_for_commit_without(run, 2, t)
-        run.wait_back(2, seen)
-        finish_in_one_history(run, 200, dead=[2])
-        assert "the coordinator" in told(run, 2)
-
-
-@pytest.mark.slow
-def test_a_worker_cut_off_from_the_coordinator_alone_is_replaced(tmp_path):
-    """Its peers can reach it, and go on without it all the same."""
-    with network_run(CONFIG, tmp_path / "run", "steps=200") as run:
-        run.wait_for_step(20)
-        seen = len(run.events())
-        t = network.cut_coordinator(run, 2)
+        t = fault(run, 2)
         wait_for_commit_without(run, 2, t)
         run.wait_back(2, seen)
         finish_in_one_history(run, 200, dead=[2])
@@ -166,19 +164,6 @@ def test_a_cut_shorter_than_the_timeouts_costs_its_time_alone(tmp_path):
         run.wait_until("three seconds of it", lambda: network.seconds_since(t) > 3)
         network.heal(run)
         finish_in_one_history(run, 150, dead=[])
-
-
-@pytest.mark.slow
-def test_a_reset_of_the_connection_to_the_coordinator_costs_that_worker_alone(tmp_path):
-    """JAX's client takes it for the coordinator's death and ends its process; the others go on."""
-    with network_run(CONFIG, tmp_path / "run", "steps=200") as run:
-        run.wait_for_step(20)
-        seen = len(run.events())
-        t = network.reset_coordinator(run, 2)
-        wait_for_commit_without(run, 2, t)
-        run.wait_back(2, seen)
-        finish_in_one_history(run, 200, dead=[2])
-        assert "the coordinator" in told(run, 2)
 
 
 @pytest.mark.slow
