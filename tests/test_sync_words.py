@@ -60,30 +60,38 @@ class Meeting:
         self.workers, self.spoil = list(workers), spoil
         self.sizes: list[int] = []  # of each sum's last buffer
         self._given: list[list[jax.Array]] = [[] for _ in workers]
-        self._barrier = threading.Barrier(len(workers), timeout=DEADLINE_S)
+        self._changed = threading.Condition()
+        self._arrived, self._cancelled = 0, False
 
     def cancel(self) -> None:
-        """One has left: the others need not wait for it."""
-        self._barrier.abort()
+        """One has left: the others need not wait for it. A sum that is complete stays so."""
+        with self._changed:
+            self._cancelled = True
+            self._changed.notify_all()
 
     def sum(self, rank: int, buffers: list[jax.Array]) -> list[np.ndarray]:
-        try:
-            return self._sum(rank, buffers)
-        except threading.BrokenBarrierError as error:
-            raise AttemptFailedError("cancelled") from error
-
-    def _sum(self, rank: int, buffers: list[jax.Array]) -> list[np.ndarray]:
         self._given[rank] = buffers
-        self._barrier.wait()
+        self._meet()
         total = [
             np.sum([np.asarray(g) for g in group], 0, dtype=group[0].dtype)
             for group in zip(*self._given, strict=True)
         ]
         if rank == 0:
             self.sizes.append(total[-1].size)
-        self._barrier.wait()
+        self._meet()
         self.spoil(len(self.sizes), total[-1].reshape(-1))
         return total
+
+    def _meet(self) -> None:
+        with self._changed:
+            together = (self._arrived // len(self.workers) + 1) * len(self.workers)
+            self._arrived += 1
+            self._changed.notify_all()
+            here = self._changed.wait_for(
+                lambda: self._arrived >= together or self._cancelled, DEADLINE_S
+            )
+            if not here or self._arrived < together:
+                raise AttemptFailedError("cancelled")
 
 
 def synced(
