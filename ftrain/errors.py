@@ -195,3 +195,5 @@ WORKER_LOCAL_ERROR = 13
 """An error of its own, reported with its traceback."""
 WORKER_LOST_MEMBERSHIP = 14
 """The barrier's answer was not about this process (rule R9)."""
+WORKER_STUCK = 15
+"""Its collective was cancelled and did not end (rule R7)."""

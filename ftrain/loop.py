@@ -252,7 +252,7 @@ class StepLoop:
             self.members.me,
             self.programs.buffer_shapes,
             self.compile,
-            failed=self.members.view_failed,
+            cutter=self.members.cutter,
             end_connecting=self.members.end_connecting,
         )
         self.plane.connect()

@@ -24,7 +24,7 @@ from jax.experimental.multihost_utils import ProcessFailureError as ProcessFailu
 from jax.experimental.multihost_utils import live_devices as live_devices
 
 from ftrain import communicators
-from ftrain.errors import WORKER_LOST_MEMBERSHIP, AttemptFailedError
+from ftrain.errors import WORKER_LOST_MEMBERSHIP, WORKER_STUCK, AttemptFailedError
 from ftrain.runtime import GLOO_PREFIX, Runtime
 
 SETTLE_TIMEOUT_S = 10  # the service looks at deadlines once a second
@@ -124,6 +124,10 @@ class Members:
     def _end(self, reason: str) -> NoReturn:
         self._report("lost_membership", reason=reason)
         os._exit(WORKER_LOST_MEMBERSHIP)
+
+    def _end_stuck(self) -> NoReturn:
+        self._report("stuck", reason="its collective was cancelled and did not end")
+        os._exit(WORKER_STUCK)
 
     @contextlib.contextmanager
     def attempt(self) -> Iterator[None]:
@@ -264,7 +268,9 @@ class Members:
         self, peer_ports: Callable[[], set[int]], own_ports: set[int]
     ) -> communicators.Cutter:
         failed = self._key("failed")
-        return communicators.Cutter(lambda: self._wait_for_failure(failed), peer_ports, own_ports)
+        return communicators.Cutter(
+            lambda: self._wait_for_failure(failed), peer_ports, own_ports, self._end_stuck
+        )
 
     def _meet_stores(self, expected: dict[int, int | None]) -> None:
         """Tells this worker's backend which incarnations its collectives are with (GPU).
@@ -301,9 +307,9 @@ class Members:
         return result
 
     @property
-    def view_failed(self) -> threading.Event | None:
-        """Set when an attempt in this view has failed; None for a view of one."""
-        return None if self._cutter is None else self._cutter.failed
+    def cutter(self) -> communicators.Cutter | None:
+        """Knows when an attempt in this view has failed; None for a view of one."""
+        return self._cutter
 
     def end_connecting(self) -> None:
         """Lets go of gloo's connecting, given up by this worker and under way in another thread.

@@ -12,8 +12,8 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ftrain.errors import AttemptFailedError
+
+if TYPE_CHECKING:
+    from ftrain.communicators import Cutter
 
 POLL_S = 0.005
 CUT_S = 0.2  # for a thread to notice that its connections were cut
@@ -38,7 +41,7 @@ class DataPlane:
       me: this worker's.
       shapes: of the buffers that a step sums; one of them is float32.
       compile: compiles a lowered program.
-      failed: set when an attempt in this view has failed; None for a view of one.
+      cutter: knows when an attempt in this view has failed; None for a view of one.
       end_connecting: called when connecting was given up while another thread is still at it.
     """
 
@@ -49,10 +52,10 @@ class DataPlane:
         me: int,
         shapes: Sequence[jax.ShapeDtypeStruct],
         compile: Callable[[Any], Any],
-        failed: threading.Event | None = None,
+        cutter: Cutter | None = None,
         end_connecting: Callable[[], None] = lambda: None,
     ):
-        self._failed, self._end_connecting = failed, end_connecting
+        self._cutter, self._end_connecting = cutter, end_connecting
         self._connected = False
         self.workers = list(workers)
         self.rank = self.workers.index(me)
@@ -156,11 +159,15 @@ class DataPlane:
             summed = program(joined)  # queued behind the gradients, so that no gap is between them
             jax.block_until_ready(joined)
             ready()
-            return jax.block_until_ready(summed)
+            with self._cancellable():
+                return jax.block_until_ready(summed)
         jax.block_until_ready(joined)
         ready()
-        run = self._run if self._connected or self._failed is None else self._connect
-        summed = run(program, joined)
+        if not self._connected and self._cutter is not None:
+            summed = self._connect(program, joined)
+        else:
+            with self._cancellable():
+                summed = self._run(program, joined)
         self._connected = True
         return summed
 
@@ -168,23 +175,40 @@ class DataPlane:
     def _run(program: jax.stages.Compiled, joined: list[jax.Array]) -> list[jax.Array]:
         return jax.block_until_ready(program(joined))
 
+    @contextlib.contextmanager
+    def _cancellable(self) -> Iterator[None]:
+        """Around a wait that the failure of the view ends; if it does not, the process ends."""
+        if self._cutter is None:
+            yield
+            return
+        self._cutter.inside = True
+        try:
+            if self._cutter.failed.is_set():
+                raise AttemptFailedError("another member's attempt has failed")
+            yield
+        finally:
+            self._cutter.inside = False
+
     def _connect(self, program: jax.stages.Compiled, joined: list[jax.Array]) -> list[jax.Array]:
         """The first sum of a view, in which gloo or NCCL connects the members.
 
         gloo waits 30 s for a member that dies meanwhile, whatever timeout it is told, and there is
         no connection yet to cut; NCCL waits for ever, and is cancelled only once it is connected
-        (jax 0.11.2). So it runs in a thread, which is left behind when the view fails.
+        (jax 0.11.2). So it runs in a thread, which is left behind when the view fails. What waits
+        in NCCL then keeps the device from all later work, so on GPU it must end (`Cutter`).
         """
         result: concurrent.futures.Future[list[jax.Array]] = concurrent.futures.Future()
 
         def work() -> None:
+            on_gpu = self._home.platform == "gpu"
             try:
-                result.set_result(self._run(program, joined))
+                with self._cancellable() if on_gpu else contextlib.nullcontext():
+                    result.set_result(self._run(program, joined))
             except BaseException as error:  # noqa: BLE001  raised below, in the thread that waits
                 result.set_exception(error)
 
         threading.Thread(target=work, name="ftrain-connect", daemon=True).start()
-        while not self._failed.is_set():
+        while not self._cutter.failed.is_set():
             with contextlib.suppress(TimeoutError):
                 return result.result(timeout=POLL_S)
         with contextlib.suppress(TimeoutError):

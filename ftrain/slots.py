@@ -8,7 +8,12 @@ import time
 from typing import Any
 
 from ftrain.beat import Beat, Reading
-from ftrain.errors import WORKER_LOCAL_ERROR, WORKER_LOST_MEMBERSHIP, WORKER_REFUSED
+from ftrain.errors import (
+    WORKER_LOCAL_ERROR,
+    WORKER_LOST_MEMBERSHIP,
+    WORKER_REFUSED,
+    WORKER_STUCK,
+)
 from ftrain.processes import Child, Exit
 from ftrain.stacks import crashed, read_stacks
 
@@ -116,6 +121,7 @@ class Slot:
             WORKER_REFUSED: "its trainer or data",
             WORKER_LOCAL_ERROR: "an error of its own",
             WORKER_LOST_MEMBERSHIP: "being declared dead",
+            WORKER_STUCK: "a cancelled collective that did not let it go",
         }
         early = " before the end of the run" if ended.exit_code == 0 else ""
         return known.get(ended.exit_code or 0, f"exit code {ended.exit_code}{early}")

@@ -178,6 +178,10 @@ def end_of(threads: list[threading.Thread]) -> None:
         thread.join(DEADLINE_S)
 
 
+def unreached() -> None:
+    raise AssertionError("nobody is in a collective")
+
+
 def test_a_failure_cuts_the_ports_of_the_view(network):
     """Own and peers'; nothing before the key is set, and nothing else."""
     failure = Failure()
@@ -185,7 +189,7 @@ def test_a_failure_cuts_the_ports_of_the_view(network):
     peer, theirs = network.listen()
     pairs = [network.connect(mine), network.connect(peer)]
     other = network.connect(network.listen()[0])
-    Cutter(failure.wait, lambda: {theirs}, {own})
+    Cutter(failure.wait, lambda: {theirs}, {own}, unreached)
     assert all(is_open(*pair) for pair in pairs)
     failure.key.set()
     end_of(threads_named_cutter())
@@ -197,7 +201,7 @@ def test_a_failure_after_the_view_is_over_cuts_nothing(network):
     failure = Failure()
     listener, port = network.listen()
     pair = network.connect(listener)
-    cutter = Cutter(failure.wait, lambda: {port}, {port})
+    cutter = Cutter(failure.wait, lambda: {port}, {port}, unreached)
     cutter.end()
     failure.key.set()
     end_of(threads_named_cutter())
@@ -207,7 +211,7 @@ def test_a_failure_after_the_view_is_over_cuts_nothing(network):
 def test_peers_ports_are_asked_for_only_when_there_is_a_failure():
     """A view without failure costs no call to the service."""
     failure = Failure()
-    cutter = Cutter(failure.wait, lambda: failure.asked.set() or set(), set())
+    cutter = Cutter(failure.wait, lambda: failure.asked.set() or set(), set(), unreached)
     assert not failure.asked.is_set()
     cutter.end()
     failure.key.set()
@@ -221,6 +225,29 @@ def test_a_service_that_goes_away_ends_the_listener_quietly():
     def lost() -> None:
         raise ConnectionError("the service is gone")
 
-    Cutter(lost, lambda: set(), set())
+    Cutter(lost, lambda: set(), set(), unreached)
     end_of(threads_named_cutter())
     assert threads_named_cutter() == []
+
+
+def test_a_cancelled_collective_that_does_not_end_is_told(monkeypatch):
+    """Whoever is in it cannot tell; it is seen from beside."""
+    monkeypatch.setattr("ftrain.communicators.LEAVE_S", 0.2)
+    failure, stuck = Failure(), threading.Event()
+    cutter = Cutter(failure.wait, set, set(), stuck.set)
+    cutter.inside = True
+    assert not stuck.is_set()
+    failure.key.set()
+    assert stuck.wait(DEADLINE_S)
+
+
+def test_a_cancelled_collective_that_ends_is_not_told():
+    """It takes a moment for the cut to be noticed."""
+    failure, stuck = Failure(), threading.Event()
+    cutter = Cutter(failure.wait, set, set(), stuck.set)
+    cutter.inside = True
+    failure.key.set()
+    assert cutter.failed.wait(DEADLINE_S)
+    cutter.inside = False
+    end_of(threads_named_cutter())
+    assert not stuck.is_set() and threads_named_cutter() == []

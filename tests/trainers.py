@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -19,6 +20,7 @@ import optax
 import ftrain
 from ftrain.errors import AttemptFailedError
 from ftrain.loop import StepLoop
+from ftrain.mesh import DataPlane
 from tests.orders import obey, obey_at_phases
 
 
@@ -212,6 +214,23 @@ class FailsAttempt(Paced):
             return real(*args, **options)
 
         setattr(owner, name, failing)
+
+
+class KeptByCollective(Paced):
+    """A failed collective of worker `worker`'s first process does not end, as gloo's once did."""
+
+    def __init__(self, *, worker: int, pause_s: float = 0.0):
+        super().__init__(pause_s=pause_s)
+        if mine(worker):
+            run = DataPlane._run
+
+            def kept(program, joined):
+                try:
+                    return run(program, joined)
+                except (ValueError, jax.errors.JaxRuntimeError):
+                    threading.Event().wait()
+
+            DataPlane._run = staticmethod(kept)
 
 
 class SpinsOnDevice(Paced):

@@ -53,6 +53,23 @@ def test_killed_workers_cost_no_committed_step_and_come_back(tmp_path):
             assert f"worker {worker} is back after" in run.output
 
 
+def test_a_survivor_that_its_collective_does_not_let_go_is_replaced(tmp_path):
+    """Long before a hang would be seen: it ends by itself, and the others go on."""
+    sets = ["steps=800", "trainer=tests/trainers.py:KeptByCollective", "trainer_args.worker=2"]
+    with running("tests/paced.yaml", tmp_path / "run", *sets) as run:
+        run.wait_for_step(20)
+        seen = len(run.events())
+        run.kill(1)
+        ended = run.wait_for_event("worker_exited", worker=2)
+        assert "did not let it go" in ended["reason"]
+        for worker in (1, 2):
+            run.wait_back(worker, seen)
+        assert run.finish() == 0
+        check_each_step_once(run, 800)
+        check_replicas_agree(run)
+        assert run.events("hang_detected", "checkpoint_restored") == []
+
+
 def test_kills_do_not_change_what_is_learned(tmp_path):
     """The loss of every step equals the failure-free run's, up to rounding."""
     losses = []
