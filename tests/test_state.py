@@ -23,11 +23,11 @@ from ftrain.state import (
     spec_of,
     to_host,
 )
+from tests.odd_trees import KEY_IMPLS
 
 QUICK = settings(max_examples=100, deadline=None, database=None)
 FLOATS = (jnp.float32, jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2)
 WHOLE = (jnp.int8, jnp.int16, jnp.int32, jnp.uint8, jnp.uint16, jnp.uint32, jnp.bool_)
-KEY_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
 # -0.0, the infinities, the smallest subnormal, a quiet and a signalling NaN with a payload.
 ODD_FLOATS = (0x80000000, 0x7F800000, 0xFF800000, 0x00000001, 0x7FC12345, 0xFF812345)
 
