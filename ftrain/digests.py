@@ -46,15 +46,10 @@ class Digests:
 
     def __init__(self, spec: StateSpec):
         self._spec, self._lines = spec, spec.lines()
-        self._sharing = [i for i, leaf in enumerate(spec.leaves) if _shares_bytes(leaf)]
 
     def lower(self) -> None:
         """Traces the program."""
-        shapes = [
-            jax.ShapeDtypeStruct(x.shape, jnp.int8) if _shares_bytes(x) else x
-            for x in self._spec.leaves
-        ]
-        self._lowered = jax.jit(_device_sums).lower(shapes)
+        self._lowered = jax.jit(_device_sums).lower(list(self._spec.leaves))
 
     def compile(self, compile: Callable[[Any], Any]) -> None:
         """Compiles what `lower` traced, or loads it from the compilation cache."""
@@ -63,16 +58,8 @@ class Digests:
 
     def __call__(self, state: Committed) -> bytes:
         """The digest of a state on this worker's device. Waits for it."""
-        # Among other leaves a program may want int4 packed, which no array here is (jax 0.10.2).
-        leaves = list(state.leaves)
-        for i in self._sharing:
-            leaves[i] = leaves[i].astype(jnp.int8)
-        sums = np.asarray(self._program(leaves))
+        sums = np.asarray(self._program(list(state.leaves)))
         return _finish(self._lines, state.step, state.cursor, sums)
-
-
-def _shares_bytes(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.integer) and jnp.iinfo(leaf.dtype).bits < 8
 
 
 def _finish(lines: Sequence[str], step: int, cursor: int, sums: np.ndarray) -> bytes:
@@ -136,8 +123,6 @@ def _chunks(arrays: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
 
 def _host_words(array: np.ndarray) -> np.ndarray:
     """The bits of an array, as `layout.to_words` gives those of a leaf: short items with zeros."""
-    if array.dtype.kind == "V" and jnp.issubdtype(array.dtype, jnp.integer):
-        array = array.astype(np.int8)  # of 2 or 4 bits: there as here
     if array.dtype.kind == "c":
         array = np.stack([array.real, array.imag])
     flat = np.ascontiguousarray(array).reshape(-1)

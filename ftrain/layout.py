@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+WIDTHS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}  # by bytes of an item
+
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
@@ -80,31 +82,38 @@ class Layout:
         return flat[slot.start : slot.start + slot.size].reshape(slot.shape)
 
 
-def to_words(x: jax.Array) -> jax.Array:
-    """The bits of any leaf that is not floating, as uint32. Traced; undone by `from_words`."""
+def to_bits(x: jax.Array) -> jax.Array:
+    """The bits of any leaf, as unsigned integers of its items' width. Traced.
+
+    Keys are uint32 words, complex numbers two floats behind one another, of 8 bytes two uint32.
+    """
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(x)
     if x.dtype == jnp.bool_:
-        return x.astype(jnp.uint32)
-    if jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8:
-        return to_words(x.astype(jnp.int8))  # there is no bitcast from 2 or 4 bits
+        return x.astype(jnp.uint8)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return to_words(jnp.stack([x.real, x.imag]))
-    width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[x.dtype.itemsize]
-    return jax.lax.bitcast_convert_type(x, width).astype(jnp.uint32)
+        return to_bits(jnp.stack([x.real, x.imag]))
+    return jax.lax.bitcast_convert_type(x, WIDTHS[x.dtype.itemsize])
+
+
+def from_bits(bits: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """The leaf whose bits `to_bits` gave. Traced."""
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(bits, impl=like.dtype._impl.name)
+    if like.dtype == jnp.bool_:
+        return bits.astype(jnp.bool_)
+    if jnp.issubdtype(like.dtype, jnp.complexfloating):
+        part = jnp.finfo(like.dtype).dtype
+        real, imag = from_bits(bits, jax.ShapeDtypeStruct((2, *like.shape), part))
+        return jax.lax.complex(real, imag)
+    return jax.lax.bitcast_convert_type(bits, like.dtype)
+
+
+def to_words(x: jax.Array) -> jax.Array:
+    """The bits of any leaf as uint32, a word an item. Traced; undone by `from_words`."""
+    return to_bits(x).astype(jnp.uint32)
 
 
 def from_words(words: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
     """The leaf whose bits `to_words` gave. Traced."""
-    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(words, impl=like.dtype._impl.name)
-    if like.dtype == jnp.bool_:
-        return words.astype(jnp.bool_)
-    if jnp.issubdtype(like.dtype, jnp.integer) and jnp.iinfo(like.dtype).bits < 8:
-        return from_words(words, jax.ShapeDtypeStruct(like.shape, jnp.int8)).astype(like.dtype)
-    if jnp.issubdtype(like.dtype, jnp.complexfloating):
-        part = jnp.finfo(like.dtype).dtype
-        real, imag = from_words(words, jax.ShapeDtypeStruct((2, *like.shape), part))
-        return jax.lax.complex(real, imag)
-    width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[like.dtype.itemsize]
-    return jax.lax.bitcast_convert_type(words.astype(width), like.dtype)
+    return from_bits(words.astype(jax.eval_shape(to_bits, like).dtype), like)

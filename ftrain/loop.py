@@ -38,8 +38,10 @@ if TYPE_CHECKING:
     from ftrain.digests import Digests
     from ftrain.evaluation import Evaluation
     from ftrain.step import StepPrograms
+    from ftrain.table import Table
     from ftrain.target import Target
     from ftrain.trainer import Trainer
+    from ftrain.transfer import Transfer
 
 DIGEST_BYTES = 32
 POLL_S = 0.02  # between blocks in which there is nothing to do
@@ -81,6 +83,8 @@ class StepLoop:
     spec: StateSpec
     programs: StepPrograms
     digests: Digests
+    transfer: Transfer
+    table: Table
     reader: ShardReader
     evaluation: Evaluation | None
     saver: Saver
@@ -250,7 +254,7 @@ class StepLoop:
             devices,
             view.workers,
             self.members.me,
-            self.programs.buffer_shapes,
+            self.table,
             self.compile,
             cutter=self.members.cutter,
             end_connecting=self.members.end_connecting,
@@ -262,7 +266,13 @@ class StepLoop:
         self.beat.phase("sync")
         started = time.perf_counter()
         synced = sync_state(
-            self.plane, self.spec, self.digests, self.state, donor=donor, holders=holders
+            self.plane,
+            self.spec,
+            self.digests,
+            self.transfer,
+            self.state,
+            donor=donor,
+            holders=holders,
         )
         if synced.differ:
             return synced.differ

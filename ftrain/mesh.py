@@ -16,12 +16,12 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ftrain.errors import AttemptFailedError
+from ftrain.table import Table
 
 if TYPE_CHECKING:
     from ftrain.communicators import Cutter
@@ -39,7 +39,7 @@ class DataPlane:
       devices: one of each member, in the order of `workers`.
       workers: the members' ids, ascending.
       me: this worker's.
-      shapes: of the buffers that a step sums; one of them is float32.
+      table: puts rows of bytes into the buffers of a step.
       compile: compiles a lowered program.
       cutter: knows when an attempt in this view has failed; None for a view of one.
       end_connecting: called when connecting was given up while another thread is still at it.
@@ -50,7 +50,7 @@ class DataPlane:
         devices: Sequence[jax.Device],
         workers: Sequence[int],
         me: int,
-        shapes: Sequence[jax.ShapeDtypeStruct],
+        table: Table,
         compile: Callable[[Any], Any],
         cutter: Cutter | None = None,
         end_connecting: Callable[[], None] = lambda: None,
@@ -59,7 +59,7 @@ class DataPlane:
         self._connected = False
         self.workers = list(workers)
         self.rank = self.workers.index(me)
-        self._shapes, self._compile = list(shapes), compile
+        self._table, self._compile = table, compile
         self._home = jax.local_devices()[0]
         self._mesh = Mesh(np.array(devices).reshape(len(self.workers), -1), ("worker", "device"))
         self._device = self._mesh.devices[self.rank][0]
@@ -78,16 +78,11 @@ class DataPlane:
     def gather(self, row: bytes, size: int) -> list[bytes]:
         """Every member's `row` of `size` bytes, by rank; zeros where a member gave b"".
 
-        A collective, as `sum`, and it raises what that does. The bytes travel as numbers in the
-        buffers of a step, which are exact in float32, so that no program but the step's is needed.
+        A collective, as `sum`, and it raises what that does.
         """
-        buffers = [np.zeros(s.shape, s.dtype) for s in self._shapes]
-        table = next(i for i, s in enumerate(self._shapes) if s.dtype == jnp.float32)
-        start = self.rank * size
-        buffers[table][0, 0, start : start + len(row)] = np.frombuffer(row, np.uint8)
-        summed = self.sum([jax.device_put(b, self._home) for b in buffers])
-        flat = np.asarray(summed[table]).reshape(-1)[: len(self.workers) * size]
-        rows = [r.tobytes() for r in flat.astype(np.uint8).reshape(-1, size)]
+        summed = self.sum(self._table.put(row, self.rank * size))
+        found = self._table.take(summed)
+        rows = [found[rank * size : (rank + 1) * size] for rank in range(len(self.workers))]
         if rows[self.rank] != row.ljust(size, b"\0"):
             # A cancelled NCCL collective ends without an error, with garbage (jax 0.11.2).
             raise AttemptFailedError("this worker's own row did not come back from the collective")

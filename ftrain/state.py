@@ -164,12 +164,19 @@ def to_host(leaves: Sequence[jax.Array]) -> list[np.ndarray]:
 
 
 def from_host(spec: StateSpec, arrays: Sequence[np.ndarray]) -> list[jax.Array]:
-    """The leaves that `to_host` gave, on this worker's device."""
+    """The leaves of a state that `to_host` gave, on this worker's device."""
+    return leaves_from_host(spec.leaves, arrays)
+
+
+def leaves_from_host(
+    wanted: Sequence[jax.ShapeDtypeStruct], arrays: Sequence[np.ndarray]
+) -> list[jax.Array]:
+    """Leaves of those shapes, from what `to_host` gave, on this worker's device."""
     # In one call: thousands of small leaves would cost 0.1 ms each.
     leaves = jax.device_put(list(arrays), jax.local_devices()[0])
     return [
-        jax.random.wrap_key_data(leaf, impl=key_impl(wanted)) if is_key(wanted) else leaf
-        for wanted, leaf in zip(spec.leaves, leaves, strict=True)
+        jax.random.wrap_key_data(leaf, impl=key_impl(like)) if is_key(like) else leaf
+        for like, leaf in zip(wanted, leaves, strict=True)
     ]
 
 

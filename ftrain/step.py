@@ -95,7 +95,7 @@ class StepPrograms:
 
     Args:
       batch_shapes: the leaves of a whole shard's batch, in the tree `batch_tree`.
-      table_size: floats that the float32 buffer has room for at least, see `DataPlane.gather`.
+      table_size: floats that the float32 buffer has room for at least, see `Table`.
       judged_shards: the batch's shards, if it shall be found out which of them gave values that are
         not finite; 0: nothing is judged, and nothing is paid for it.
       tree_shards: the shards of a step if they are summed in the order of the tree, by `nodes`.
@@ -120,6 +120,7 @@ class StepPrograms:
         self._batch = list(batch_shapes)
         self._judged_shards = judged_shards
         self._shorter_programs: dict[int, jax.stages.Compiled] = {}  # by their shard's samples
+        self.table_size = table_size
         self._plan(reduce_dtype, table_size)
 
     # What is summed, found out by tracing the user's loss once without computing anything.

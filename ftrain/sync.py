@@ -14,24 +14,15 @@ import struct
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 
 from ftrain.digests import Digests
 from ftrain.errors import AttemptFailedError
 from ftrain.mesh import DataPlane
 from ftrain.replicas import differ
-from ftrain.state import (
-    Committed,
-    StateSpec,
-    cut_bytes,
-    from_host,
-    host_bytes,
-    join_bytes,
-    to_host,
-)
+from ftrain.state import Committed, StateSpec, host_bytes
+from ftrain.transfer import Transfer
 
 HEADER = struct.Struct("<qq32s")  # step, cursor, digest; zeros from who has no state
-BUCKET_WORDS = 1 << 20  # 4 MiB of uint32: beyond that more buckets, not larger ones
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +42,7 @@ def sync_state(
     plane: DataPlane,
     spec: StateSpec,
     digests: Digests,
+    transfer: Transfer,
     mine: Committed | None,
     *,
     donor: int,
@@ -62,6 +54,7 @@ def sync_state(
       plane: of the settled view.
       spec: the state's; the same on every member.
       digests: of such states.
+      transfer: of such states.
       mine: this worker's committed state; not None on the donor and on `holders`.
       donor: the member whose state all take.
       holders: the members that say they are at the donor's step already. They contribute nothing to
@@ -85,10 +78,11 @@ def sync_state(
         return Synced(mine, "", 0, held)
     if len(with_state) == len(workers):
         return Synced(mine, wanted.hex(), 0)
-    moved = _broadcast(plane, spec, to_host(mine.leaves) if me == donor else None)
+    given = mine.leaves if me == donor else None
+    moved = _broadcast(plane, transfer, given, keep=me not in with_state)
     if me in with_state:
         return Synced(mine, wanted.hex(), host_bytes(spec))
-    state = Committed(step, cursor, from_host(spec, moved))
+    state = Committed(step, cursor, moved)
     got = digests(state)
     if got != wanted:
         raise AttemptFailedError(
@@ -98,28 +92,25 @@ def sync_state(
     return Synced(state, wanted.hex(), host_bytes(spec))
 
 
-def _bucket_words(spec: StateSpec) -> int:
-    need = max(1, (host_bytes(spec) + 3) // 4)
-    return min(BUCKET_WORDS, 1 << (need - 1).bit_length())
-
-
-def _sum_words(plane: DataPlane, words: np.ndarray) -> np.ndarray:
-    [summed] = plane.sum([jax.device_put(words.reshape(1, 1, -1), jax.local_devices()[0])])
-    return np.asarray(summed).reshape(-1)
-
-
 def _broadcast(
-    plane: DataPlane, spec: StateSpec, arrays: Sequence[np.ndarray] | None
-) -> list[np.ndarray]:
-    """The donor's leaves, on every member. `arrays` is None for all but the donor."""
-    size, words = host_bytes(spec), _bucket_words(spec)
-    sent = np.zeros(0, np.uint8) if arrays is None else join_bytes(arrays)
-    received = np.empty(-(-size // (4 * words)) * 4 * words, np.uint8)
-    for start in range(0, size, 4 * words):
-        bucket = np.zeros(4 * words, np.uint8)
-        part = sent[start : start + 4 * words]
-        bucket[: part.size] = part
-        received[start : start + 4 * words] = _sum_words(plane, bucket.view(np.uint32)).view(
-            np.uint8
-        )
-    return cut_bytes(received[:size], spec.host_shapes)
+    plane: DataPlane,
+    transfer: Transfer,
+    given: Sequence[jax.Array] | None,
+    *,
+    keep: bool,
+) -> list[jax.Array]:
+    """The donor's leaves, on every member that keeps them.
+
+    Args:
+      plane: of the settled view.
+      transfer: of the state's spec.
+      given: the leaves, on the donor alone.
+      keep: whether this member lacks them; the others help to move them and let them go.
+    """
+    leaves: dict[int, jax.Array] = {}
+    for part, count in enumerate(transfer.counts):
+        mine = [transfer.empty()] * count if given is None else transfer.cut(part, given)
+        summed = [plane.sum([bucket])[0] for bucket in mine]
+        if keep:
+            leaves |= transfer.join(part, summed)
+    return [leaves[i] for i in range(len(leaves))]

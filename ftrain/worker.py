@@ -245,20 +245,24 @@ def make_loop(
     from ftrain.identity import identity_of
     from ftrain.loop import StepLoop
     from ftrain.membership import Members
+    from ftrain.table import Table
     from ftrain.target import target_of
+    from ftrain.transfer import Transfer
 
     target = target_of(config, source.length)
     report("target_known", steps=target.steps, samples=target.samples, dataset_length=source.length)
     spec, programs, evaluation = trace(trainer, config, source, eval_source, runtime.compile_shared)
-    digests = Digests(spec)
-    for traced in (programs, digests):
+    digests, transfer = Digests(spec), Transfer(spec)
+    table = Table(programs.buffer_shapes, programs.table_size)
+    to_compile = programs, digests, transfer, table
+    for traced in to_compile:
         traced.lower()
     sets = {"dataset()": (source.length, source.samples)}
     if eval_source is not None:
         sets["eval_dataset()"] = eval_source.length, eval_source.samples
     identity = identity_of(json.loads(job.config), sets, spec, programs.lowered)
     with first_compiles(cache):
-        for traced in (programs, digests):
+        for traced in to_compile:
             traced.compile(runtime.compile_shared)
     members = Members(started, report, lambda error: local_error(report, beat, error))
     saver = checkpoint.Saver(
@@ -301,6 +305,8 @@ def make_loop(
         spec,
         programs,
         digests,
+        transfer,
+        table,
         reader,
         evaluation,
         saver,

@@ -51,7 +51,7 @@ LAYERS = [
         "layout",
         "leaves",
         "nonfinite",
-        "mesh",
+        "table",
         "runtime",
         "coordinator",
         "slots",
@@ -60,7 +60,8 @@ LAYERS = [
         "verdict",
         "target",
     ],
-    ["reduction", "digests", "replicas"],
+    ["mesh", "digests", "transfer", "replicas"],
+    ["reduction"],
     ["sync", "identity"],
     [
         "config",

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -42,7 +41,6 @@ def leaves_of_every_kind() -> dict[str, jax.Array]:
         )
         for d in WHOLE
     }
-    tree["int4"] = jnp.asarray(np.arange(-8, 8).astype(ml_dtypes.int4))
     tree["complex64"] = jnp.asarray(bits[:16].view(np.complex64))
     tree["odd"] = jnp.asarray(np.array(ODD_FLOATS, np.uint32).view(np.float32))
     tree["scalar"] = jnp.asarray(np.float32(-0.0))

@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftrain import sync
 from ftrain.digests import Digests, digest_of
 from ftrain.errors import AttemptFailedError
 from ftrain.mesh import DataPlane
@@ -30,11 +29,27 @@ from ftrain.state import (
     spec_of,
     to_host,
 )
-from ftrain.sync import BUCKET_WORDS, HEADER, Synced, _bucket_words, sync_state
+from ftrain.sync import HEADER, Synced, sync_state
+from ftrain.table import Table
+from ftrain.transfer import BUCKET_WORDS, Transfer
 from tests.test_state import EVERY_KIND, bits_of, state_of
 
 QUICK = settings(max_examples=50, deadline=None, database=None)
 DEADLINE_S = 20.0
+
+
+def compiled(traced: Any) -> Any:
+    traced.lower()
+    traced.compile(lambda lowered: lowered.compile())
+    return traced
+
+
+def table_of(size: int) -> Table:
+    shapes = [
+        jax.ShapeDtypeStruct((1, 1, 5), jnp.bfloat16),
+        jax.ShapeDtypeStruct((1, 1, size + 3), jnp.float32),
+    ]
+    return compiled(Table(shapes, size))
 
 
 class Plane(DataPlane):
@@ -43,11 +58,7 @@ class Plane(DataPlane):
     def __init__(self, meeting: Meeting, rank: int):
         self.workers, self.rank, self._meeting = meeting.workers, rank, meeting
         self._home = jax.local_devices()[0]
-        table = HEADER.size * len(self.workers)
-        self._shapes = [
-            jax.ShapeDtypeStruct((1, 1, 5), jnp.bfloat16),
-            jax.ShapeDtypeStruct((1, 1, table + 3), jnp.float32),
-        ]
+        self._table = table_of(HEADER.size * len(self.workers))
 
     def sum(self, buffers: list[jax.Array]) -> list[jax.Array]:
         return [jnp.asarray(total) for total in self._meeting.sum(self.rank, buffers)]
@@ -101,13 +112,13 @@ def synced(
     donor: int,
     holders: Sequence[int],
     spoil: Callable[[int, np.ndarray], None] = lambda n, words: None,
+    bucket_words: int | None = None,
 ) -> tuple[dict[int, Synced | BaseException], list[int]]:
     """What `sync_state` gives each worker, or raises there; and the size of each sum."""
     meeting = Meeting(list(states), spoil)
     results: dict[int, Any] = {}
-    digests = Digests(spec)
-    digests.lower()
-    digests.compile(lambda lowered: lowered.compile())
+    digests = compiled(Digests(spec))
+    transfer = compiled(Transfer(spec, bucket_words))
 
     def work(rank: int, worker: int) -> None:
         try:
@@ -115,6 +126,7 @@ def synced(
                 Plane(meeting, rank),
                 spec,
                 digests,
+                transfer,
                 states[worker],
                 donor=donor,
                 holders=holders,
@@ -182,9 +194,24 @@ def test_a_state_without_leaves_packs_to_nothing():
 def test_a_bucket_holds_the_state_or_is_as_large_as_may_be(size):
     """Few sizes, so few programs: powers of two up to 4 MiB, whatever the state."""
     spec = spec_of({"w": jax.ShapeDtypeStruct((size,), jnp.uint8)}, None, None)
-    words = _bucket_words(spec)
-    assert 1 <= words <= BUCKET_WORDS == 2**20 and words & (words - 1) == 0
-    assert words == BUCKET_WORDS or size <= 4 * words < 2 * size + 8
+    words = Transfer(spec).words
+    assert 1 <= words <= BUCKET_WORDS["cpu"] == 2**20 and words & (words - 1) == 0
+    assert words == 2**20 or size <= 4 * words < 2 * size + 8
+
+
+@pytest.mark.parametrize("name", EVERY_KIND)
+@pytest.mark.parametrize("words", [1, 3, 64])
+def test_a_leaf_of_any_kind_is_cut_and_joined_bit_for_bit(name, words):
+    """On the device: of items of any width, in buckets that it does not fill."""
+    spec, state = state_of({"x": EVERY_KIND[name]})
+    transfer = compiled(Transfer(spec, words))
+    got: dict[int, jax.Array] = {}
+    for part, count in enumerate(transfer.counts):
+        buckets = transfer.cut(part, state.leaves)
+        assert [b.shape for b in buckets] == [(1, 1, transfer.words)] * count
+        got |= transfer.join(part, buckets)
+    assert list(got) == [0] and bits_of(got[0]) == bits_of(state.leaves[0])
+    assert (got[0].dtype, got[0].shape) == (state.leaves[0].dtype, state.leaves[0].shape)
 
 
 # The transfer.
@@ -206,13 +233,14 @@ def test_any_rank_may_be_the_donor(donor):
     assert all(same_bits(r.state, state) for r in results.values())
 
 
-def test_a_state_larger_than_a_bucket_travels_in_many(monkeypatch):
-    """In equal buckets, the last one padded; nothing is lost at their seams."""
-    monkeypatch.setattr(sync, "BUCKET_WORDS", 64)
+@pytest.mark.parametrize("words", [4, 64])
+def test_a_state_larger_than_a_bucket_travels_in_many(words):
+    """In equal buckets, the last of a leaf padded; nothing is lost at their seams."""
     spec, state = state_of(EVERY_KIND)
-    results, sizes = synced({0: state, 1: None}, spec, donor=0, holders=[0])
+    results, sizes = synced({0: state, 1: None}, spec, donor=0, holders=[0], bucket_words=words)
     assert same_bits(results[1].state, state)
-    assert sizes[1:] == [64] * -(-host_bytes(spec) // 256)  # the first is that of the headers
+    assert set(sizes[1:]) == {words}  # the first is that of the headers
+    assert 4 * sum(sizes[1:]) >= host_bytes(spec)
 
 
 def test_a_cursor_beyond_32_bits_arrives():
@@ -294,7 +322,7 @@ def test_a_row_of_any_bytes_survives_the_sum():
     """0 to 255: each is exact in float32."""
     meeting = Meeting([0], lambda n, words: None)
     plane = Plane(meeting, 0)
-    plane._shapes = [jax.ShapeDtypeStruct((1, 1, 256), jnp.float32)]
+    plane._table = table_of(256)
     assert plane.gather(bytes(range(256)), 256) == [bytes(range(256))]
 
 
@@ -302,9 +330,8 @@ def test_a_row_of_any_bytes_survives_the_sum():
 
 
 @pytest.mark.parametrize("where", ["first bucket", "last bucket"])
-def test_a_bit_lost_on_the_way_fails_the_attempt(monkeypatch, where):
+def test_a_bit_lost_on_the_way_fails_the_attempt(where):
     """The receiver's digest is not the donor's: nothing is committed, all try again."""
-    monkeypatch.setattr(sync, "BUCKET_WORDS", 32)
     spec, state = state_of({"w": jnp.arange(60.0)})
     number = 2 if where == "first bucket" else 3  # the first sum is that of the headers
 
@@ -312,7 +339,9 @@ def test_a_bit_lost_on_the_way_fails_the_attempt(monkeypatch, where):
         if call == number:
             words[3] ^= np.uint32(1 << 9)
 
-    results, sizes = synced({0: state, 1: None}, spec, donor=0, holders=[0], spoil=spoil)
+    results, sizes = synced(
+        {0: state, 1: None}, spec, donor=0, holders=[0], spoil=spoil, bucket_words=32
+    )
     assert len(sizes) == 3
     assert isinstance(results[1], AttemptFailedError)
     assert "the state received for step 3 has digest" in str(results[1])
