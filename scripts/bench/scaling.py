@@ -44,6 +44,7 @@ class Service:
     def _line(self, word: str, timeout_s: float) -> str:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
+            self._child.pipes["stderr"].lines()  # or the pipe is full and it waits for us
             for line in self._child.pipes["stdout"].lines()[0]:
                 if line.startswith(word):
                     return line.split()[1]
