@@ -73,7 +73,7 @@ LAYERS = [
         "evaluation",
         "membership",
     ],
-    ["admission"],
+    ["admission", "load"],
     ["environment", "loop", "worker"],
     ["supervisor", "check", "debug", "template"],
     ["cli"],
