@@ -189,7 +189,10 @@ def _checkpointer() -> Any:
     alone = MultiprocessingOptions(
         primary_host=0, active_processes={0}, barrier_sync_key_prefix="ftrain"
     )
-    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    handler = ocp.PyTreeCheckpointHandler(
+        multiprocessing_options=alone,
+        enable_pinned_host_transfer=False,  # or it opens a device, to ask whether it is a GPU
+    )
     return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
