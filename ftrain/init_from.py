@@ -37,8 +37,9 @@ class Plan:
 
     def __init__(self, settings: InitFrom, spec: StateSpec):
         self._spec = spec
-        self._source: Opened = open_source(find_source(settings.path))
         self._places = _names_of(spec, model_state=settings.model_state)
+        unwrap = not any(name.startswith("params/") for name in self._places)
+        self._source: Opened = open_source(find_source(settings.path), unwrap=unwrap)
         offered = {
             name: leaf
             for name, leaf in self._source.leaves.items()

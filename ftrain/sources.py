@@ -2,7 +2,7 @@
 
 Names have `/` between their parts: `layers/0/kernel`; those of model state begin with
 `model_state/`. A run gives its parameters and model state. So does another source that has
-`params/...`; without, all that it has are parameters.
+`params/...`, unless the trainer's own tree begins so; else all that it has are parameters.
 """
 
 from __future__ import annotations
@@ -53,8 +53,12 @@ class Opened(Protocol):
         ...
 
 
-def open_source(source: Source) -> Opened:
+def open_source(source: Source, *, unwrap: bool) -> Opened:
     """Finds out what a source has.
+
+    Args:
+      source: where.
+      unwrap: whether the parameters of a source that has `params/...` are what is below it.
 
     Raises:
       InitFromError: it cannot be read.
@@ -63,8 +67,8 @@ def open_source(source: Source) -> Opened:
         if source.kind == "run":
             return RunSource(*read_for_user(source.path, source.step), source.path)
         if source.kind == "orbax":
-            return _orbax(source.path)
-        return SafetensorsSource(source.path)
+            return _orbax(source.path, unwrap)
+        return SafetensorsSource(source.path, unwrap)
     except InitFromError:
         raise
     except FtrainError as error:
@@ -90,8 +94,8 @@ class RunSource:
         return {name: self._arrays[name] for name in names}
 
 
-def _orbax(path: str) -> Opened:
-    source = OrbaxSource(path)
+def _orbax(path: str, unwrap: bool) -> Opened:
+    source = OrbaxSource(path, unwrap)
     others = {name for name in source.stored if not name.isdecimal()}
     if {"meta"} <= others <= {"meta", "small"}:  # ftrain's own, by itself
         return RunSource(*read_checkpoint(Path(path).absolute()), path)
@@ -101,7 +105,7 @@ def _orbax(path: str) -> Opened:
 class OrbaxSource:
     """A tree that another program saved with Orbax."""
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, unwrap: bool):
         self.text, self._path = path, Path(path).absolute()
         self._checkpointer = _checkpointer()
         try:
@@ -113,7 +117,7 @@ class OrbaxSource:
             self.stored = {_name(p): Leaf(_dtype(x), tuple(_shape(x))) for p, x in found}
         except UNREADABLE as error:
             raise _unreadable(path, error) from error
-        self._names = unwrapped(self.stored)
+        self._names = _names_in(self.stored, unwrap)
         self.leaves = {name: self.stored[old] for name, old in self._names.items()}
 
     def read(self, names: Iterable[str]) -> dict[str, np.ndarray]:
@@ -139,7 +143,7 @@ class OrbaxSource:
 class SafetensorsSource:
     """One file of named tensors, or a folder of such files."""
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, unwrap: bool):
         self.text, self._files = path, {}
         stored, dotted = {}, {}
         for file in safetensors_files(path):
@@ -151,7 +155,7 @@ class SafetensorsSource:
                     kind = part.get_dtype()
                     stored[name] = Leaf(DTYPES.get(kind, kind), tuple(part.get_shape()))
                     self._files[name], dotted[name] = file, key
-        self._names = unwrapped(stored)
+        self._names = _names_in(stored, unwrap)
         self._keys = {name: dotted[old] for name, old in self._names.items()}
         self.leaves = {name: stored[old] for name, old in self._names.items()}
 
@@ -167,13 +171,13 @@ class SafetensorsSource:
         return arrays
 
 
-def unwrapped(names: Iterable[str]) -> dict[str, str]:
-    """{name as the trainer would have it: stored name}: what is below `params/`, if that is there.
+def _names_in(stored: Iterable[str], unwrap: bool) -> dict[str, str]:
+    """{name as the trainer would have it: stored name}.
 
-    Beside parameters a state has its optimizer, step and more, none of which is taken.
+    Beside `params` a state has its optimizer, step and more, none of which is taken.
     """
-    stored = list(names)
-    inside = [name for name in stored if name.startswith("params/")]
+    stored = list(stored)
+    inside = [name for name in stored if unwrap and name.startswith("params/")]
     if not inside:
         return {name: name for name in stored}
     model_state = {name: name for name in stored if name.startswith(MODEL_STATE)}

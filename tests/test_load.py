@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+from ftrain import load
 from ftrain.errors import CheckpointNotFoundError, CheckpointUnreadableError, StateMismatchError
 from ftrain.load import load_params, load_state
 from ftrain.state import TrainState
+from tests.runs import REPOSITORY, environment
 from tests.test_checkpoint import NEWER, OLDER, Point, empty, flip_bit, truncate, weights, write
 from tests.test_checkpoint import run_dir as run_dir
 from tests.test_checkpoint import two_checkpoints as two_checkpoints
@@ -133,3 +140,47 @@ def test_a_torn_checkpoint_that_was_asked_for_is_an_error(run_dir):
     truncate(run_dir / "checkpoints" / str(NEWER))
     with pytest.raises(CheckpointUnreadableError, match=f"checkpoints/{NEWER} cannot be read"):
         load_params(str(run_dir), step=NEWER)
+
+
+# Beside a run, and without one.
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read_gives_way_to_a_newer(run_dir, monkeypatch):
+    """The run that is read goes on: it saves, and removes what is too old."""
+    real, seen = load.read_checkpoint, []
+
+    def read(path):
+        seen.append(int(path.name))
+        if len(seen) == 1:
+            write(run_dir, *weights(300))
+            for step in (OLDER, NEWER):
+                shutil.rmtree(run_dir / "checkpoints" / str(step))
+        return real(path)
+
+    monkeypatch.setattr(load, "read_checkpoint", read)
+    assert bits_of(load_params(str(run_dir))["w"]) == bits_of(weights(300)[1].leaves[0])
+    assert seen == [NEWER, 300]
+
+
+def test_a_plain_process_loads_without_a_device_and_writes_nothing(two_checkpoints):
+    """No JAX_PLATFORMS, no trainer: a script beside a run must not take its GPU's memory."""
+    code = """
+import json, sys
+import ftrain
+params = ftrain.load_params(sys.argv[1])
+state = ftrain.load_state(sys.argv[1], step=100)
+from jax._src import xla_bridge
+print(json.dumps([params["w"].shape, int(state.step), xla_bridge.backends_are_initialized()]))
+"""
+    files = {f: f.stat().st_mtime_ns for f in two_checkpoints.rglob("*")}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(two_checkpoints)],
+        cwd=REPOSITORY,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [[8192], OLDER, False]
+    assert {f: f.stat().st_mtime_ns for f in two_checkpoints.rglob("*")} == files
