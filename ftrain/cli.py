@@ -31,12 +31,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command is _checkpoints:
             return _checkpoints(arguments)
         config = load_config(arguments.config, arguments.set, arguments.run_dir)
+        for name in (config.trainer, config.run_dir, config.init_from.path, config.compile_cache):
+            os.fsencode(name or "")  # what cannot be a file's name here is told below
         base = find_base(config.trainer, arguments.config)
         platform = resolve_platform(config, os.environ)
         worker_environment(config, platform, os.environ)
         return arguments.command(config, base, platform)
     except FtrainError as error:
         sys.stderr.write(f"{error}\n")
+        return EXIT_REFUSED
+    except UnicodeEncodeError as error:
+        sys.stderr.write(
+            f"{error.object!a} cannot be written in this locale's encoding, {error.encoding}; "
+            "set LC_ALL=C.UTF-8, and leave PYTHONUTF8 unset\n"
+        )
         return EXIT_REFUSED
     except Exception:  # noqa: BLE001  the outermost: a defect is shown and given its exit code
         traceback.print_exc()

@@ -29,7 +29,8 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from ftrain.errors import ConfigError
 from ftrain.yaml_lines import Document, Path, dump_yaml, is_text, read_document, show
 
-_TRAINER = r"^(?:[^:]+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*$"
+_NAME = r"[^\W\d]\w*"  # of any script, as Python takes it
+_TRAINER = rf"^(?:[^:]+\.py|{_NAME}(?:\.{_NAME})*):{_NAME}$"
 _INT32 = 2**31 - 1  # the step is an int32 on the device
 
 
