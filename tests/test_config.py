@@ -413,7 +413,7 @@ def test_an_init_from_that_cannot_work_is_refused_with_its_line(text):
 
 
 def test_a_run_dir_that_is_a_url_is_refused():
-    """Orbax would take `file://x` for a folder called `file:`, and ftrain's records need a disk."""
+    """A folder called `s3:` would be made; ftrain's lock, records and renames need a disk."""
     why = "'s3://bucket/run' is a URL, not a folder; mount the store, or copy to it"
     assert refused(BASE, run_dir="s3://bucket/run") == f"--run-dir s3://bucket/run: {why}"
 
