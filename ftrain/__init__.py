@@ -10,10 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ftrain.checkpoint import load_params as load_params
-    from ftrain.checkpoint import load_state as load_state
     from ftrain.config import Config as Config
     from ftrain.data import Dataset as Dataset
+    from ftrain.load import load_params as load_params
+    from ftrain.load import load_state as load_state
     from ftrain.state import Init as Init
     from ftrain.state import Loss as Loss
     from ftrain.state import TrainState as TrainState
@@ -28,8 +28,8 @@ _HOME = {
     "Loss": "ftrain.state",
     "TrainState": "ftrain.state",
     "Trainer": "ftrain.trainer",
-    "load_params": "ftrain.checkpoint",
-    "load_state": "ftrain.checkpoint",
+    "load_params": "ftrain.load",
+    "load_state": "ftrain.load",
 }
 __all__ = sorted(_HOME)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 # Shapes need no accelerator, and a check must not take one from a run.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -44,8 +45,19 @@ def check(config: Config, base: str) -> str:
         ("steps", f"{target.steps:,}"),
         ("last step", f"{last:,} samples" if last < config.batch_size else "a whole batch"),
     ]
+    if config.init_from.path:
+        from ftrain.init_from import Plan
+
+        rows.append(("begins with", _plan_text(Plan(config.init_from, spec).facts)))
     text = "\n".join(f"{name + ':':18}{value}" for name, value in rows)
     return f"{config.to_yaml()}\n{text}\n"
+
+
+def _plan_text(facts: dict[str, Any]) -> str:
+    text = f"{facts['leaves']} leaves of {facts['source']}"
+    for what in ("fresh", "unused"):
+        text += "".join(f"\n{'':18}{what}: {name}" for name in facts[what])
+    return text
 
 
 def main() -> int:

@@ -24,17 +24,15 @@ import jax
 import numpy as np
 
 from ftrain.digests import digest_of
-from ftrain.errors import CheckpointNotFoundError, CheckpointUnreadableError, StateMismatchError
+from ftrain.errors import CheckpointUnreadableError, StateMismatchError
 from ftrain.state import (
     Committed,
     StateSpec,
-    TrainState,
     cut_bytes,
     from_host,
     is_key,
     join_bytes,
     key_impl,
-    spec_of,
     to_host,
 )
 
@@ -191,7 +189,10 @@ def _checkpointer() -> Any:
     alone = MultiprocessingOptions(
         primary_host=0, active_processes={0}, barrier_sync_key_prefix="ftrain"
     )
-    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    handler = ocp.PyTreeCheckpointHandler(
+        multiprocessing_options=alone,
+        enable_pinned_host_transfer=False,  # or it opens a device, to ask whether it is a GPU
+    )
     return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
@@ -270,96 +271,6 @@ def _check_same_leaves(spec: StateSpec, meta: dict[str, Any]) -> None:
         raise StateMismatchError.between(
             spec.lines(), meta["leaves"], worker="this trainer", donor=f"checkpoint {meta['step']}"
         )
-
-
-def load_params(run_dir: str, step: int | None = None, like: Any = None) -> Any:
-    """The parameters of a run's checkpoint, on the host.
-
-    Args:
-      run_dir: the run's folder.
-      step: which checkpoint; None for the newest that can be read.
-      like: a tree whose structure the result takes; None gives nested dicts and lists.
-
-    Returns:
-      The tree, with numpy leaves.
-
-    Raises:
-      CheckpointNotFoundError: there is none (of that step).
-      CheckpointUnreadableError: none can be read.
-    """
-    meta, arrays = _read_for_user(run_dir, step)
-    return _trees(meta, arrays, (like, None, None) if like is not None else None)[0]
-
-
-def load_state(run_dir: str, step: int | None = None, like: TrainState | None = None) -> TrainState:
-    """All of a run's checkpoint. A model with batch statistics is useless without `model_state`.
-
-    Args, raises: as `load_params`; `like` is a TrainState.
-    """
-    meta, arrays = _read_for_user(run_dir, step)
-    trees = _trees(
-        meta, arrays, None if like is None else (like.params, like.opt_state, like.model_state)
-    )
-    return TrainState(np.int32(meta["step"]), np.int64(meta["cursor"]), *trees)
-
-
-def _read_for_user(run_dir: str, step: int | None) -> tuple[dict[str, Any], list[np.ndarray]]:
-    folder = checkpoint_folder(run_dir)
-    steps = steps_in(folder)
-    if not steps or (step is not None and step not in steps):
-        raise CheckpointNotFoundError(run_dir, step, steps)
-    wanted = steps if step is None else [step]
-    for number in wanted:
-        try:
-            return read_checkpoint(folder / str(number))
-        except CheckpointUnreadableError:
-            if number == wanted[-1]:
-                raise
-    raise AssertionError("unreachable")
-
-
-def _trees(meta: dict[str, Any], arrays: list[np.ndarray], like: Any) -> list[Any]:
-    leaves = [
-        a if impl is None else jax.random.wrap_key_data(a, impl=impl)
-        for a, impl in zip(arrays, meta["keys"], strict=True)
-    ]
-    trees, start = [], 0
-    for i, count in enumerate(meta["counts"]):
-        part, here = leaves[start : start + count], slice(start, start + count)
-        given = None if like is None else like[i]
-        if given is None:
-            trees.append(_nested(meta["paths"][here], part))
-        else:
-            wanted = spec_of(*(given if j == i else None for j in range(3))).lines()
-            if wanted != meta["leaves"][here]:
-                raise StateMismatchError.between(
-                    wanted,
-                    meta["leaves"][here],
-                    worker="`like`",
-                    donor=f"checkpoint {meta['step']}",
-                )
-            trees.append(jax.tree.unflatten(jax.tree.structure(given), part))
-        start += count
-    return trees
-
-
-def _nested(paths: list[list[Any]], leaves: list[Any]) -> Any:
-    """Nested dicts, and lists where the tree had sequences; None for a tree without leaves."""
-    if not leaves:
-        return None
-    if not paths[0]:
-        return leaves[0]
-    keys = list(dict.fromkeys(path[0] for path in map(tuple, paths)))
-    children = {
-        key: _nested(
-            [p[1:] for p in paths if p[0] == key],
-            [x for p, x in zip(paths, leaves, strict=True) if p[0] == key],
-        )
-        for key in keys
-    }
-    if not all(isinstance(key, int) for key in keys):
-        return children
-    return [children.get(i) for i in range(max(keys) + 1)]  # None where a place has no leaf
 
 
 def _key_paths(spec: StateSpec) -> list[tuple[Any, ...]]:

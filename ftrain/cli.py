@@ -1,4 +1,4 @@
-"""The command line: `ftrain run`, `check`, `debug`. Never imports jax."""
+"""The command line: `ftrain run`, `check`, `debug`, `checkpoints`. No jax but to verify."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from collections.abc import Sequence
 
 from ftrain.config import Config, changed_keys, continue_problems, load_config, read_resolved
 from ftrain.environment import resolve_platform, worker_environment
-from ftrain.errors import EXIT_DEFECT, EXIT_OK, EXIT_REFUSED, ConfigError, FtrainError
+from ftrain.errors import (
+    EXIT_DEFECT,
+    EXIT_GAVE_UP,
+    EXIT_OK,
+    EXIT_REFUSED,
+    ConfigError,
+    FtrainError,
+)
+from ftrain.pretrained import find_source
 from ftrain.user_code import find_base
 from ftrain.versions import check_versions
 
@@ -20,13 +28,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         check_versions()
+        if arguments.command is _checkpoints:
+            return _checkpoints(arguments)
         config = load_config(arguments.config, arguments.set, arguments.run_dir)
+        for name in (config.trainer, config.run_dir, config.init_from.path, config.compile_cache):
+            os.fsencode(name or "")  # what cannot be a file's name here is told below
         base = find_base(config.trainer, arguments.config)
         platform = resolve_platform(config, os.environ)
         worker_environment(config, platform, os.environ)
         return arguments.command(config, base, platform)
     except FtrainError as error:
         sys.stderr.write(f"{error}\n")
+        return EXIT_REFUSED
+    except UnicodeEncodeError as error:
+        sys.stderr.write(
+            f"{error.object!a} cannot be written in this locale's encoding, {error.encoding}; "
+            "set LC_ALL=C.UTF-8, and leave PYTHONUTF8 unset\n"
+        )
         return EXIT_REFUSED
     except Exception:  # noqa: BLE001  the outermost: a defect is shown and given its exit code
         traceback.print_exc()
@@ -54,7 +72,19 @@ def _parser() -> argparse.ArgumentParser:
         )
         sub.add_argument("--run-dir", metavar="DIR", help="replace run_dir")
         sub.set_defaults(command=command)
+    _add_checkpoints(commands)
     return parser
+
+
+def _add_checkpoints(commands: argparse._SubParsersAction) -> None:
+    text = "list the checkpoints of a run and their health"
+    sub = commands.add_parser("checkpoints", help=text, description=text)
+    sub.add_argument("run_dir", metavar="RUN_DIR", help="the folder of a run")
+    sub.add_argument(
+        "--verify", action="store_true", help="read each and compare its digest; 3 if one is torn"
+    )
+    sub.add_argument("--json", action="store_true", help="print a JSON list")
+    sub.set_defaults(command=_checkpoints)
 
 
 def _run(config: Config, base: str, platform: str) -> int:
@@ -63,6 +93,8 @@ def _run(config: Config, base: str, platform: str) -> int:
     from ftrain.screen import Screen
     from ftrain.supervisor import Supervisor
 
+    if config.init_from.path and not _has_checkpoints(config):
+        find_source(config.init_from.path)
     os.makedirs(config.run_dir, exist_ok=True)
     lock = RunLock(config.run_dir)
     changed = _continue(config)
@@ -132,6 +164,26 @@ def _is_enough(started: dict, finished: dict, config: Config) -> bool:
     if config.epochs is None:
         return finished["step"] >= config.steps
     return (started.get("epochs") or 0) >= config.epochs
+
+
+def _has_checkpoints(config: Config) -> bool:
+    """Whether the run is to be continued: then `init_from` is not read again."""
+    folder = os.path.join(config.run_dir, "checkpoints")
+    return os.path.isdir(folder) and any(name.isdigit() for name in os.listdir(folder))
+
+
+def _checkpoints(arguments: argparse.Namespace) -> int:
+    from ftrain.checkpoints_table import show
+
+    # To read takes no accelerator, and none may be taken from a run.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    all_good = show(
+        arguments.run_dir,
+        verify=arguments.verify,
+        as_lines=not arguments.json,
+        write=sys.stdout.write,
+    )
+    return EXIT_OK if all_good or not arguments.verify else EXIT_GAVE_UP
 
 
 def _check(config: Config, base: str, platform: str) -> int:

@@ -11,18 +11,34 @@ import difflib
 import json
 import os
 import pathlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from ftrain.errors import ConfigError
 from ftrain.yaml_lines import Document, Path, dump_yaml, is_text, read_document, show
 
-_TRAINER = r"^(?:[^:]+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*$"
+_NAME = r"[^\W\d]\w*"  # of any script, as Python takes it
+_TRAINER = rf"^(?:[^:]+\.py|{_NAME}(?:\.{_NAME})*):{_NAME}$"
 _INT32 = 2**31 - 1  # the step is an int32 on the device
+
+
+def _no_url(text: str) -> str:
+    if "://" in text:
+        raise PydanticCustomError("url", "is a URL, not a folder; mount the store, or copy to it")
+    return text
+
 
 Natural = Annotated[int, Field(ge=0, description="an integer >= 0")]
 Count = Annotated[int, Field(ge=1, description="an integer >= 1")]
@@ -33,14 +49,21 @@ Delay = Annotated[float, Field(ge=0, description="a number >= 0")]
 Seconds = Annotated[float, Field(gt=0, description="a number > 0")]
 Heartbeat = Annotated[float, Field(ge=2, description="a number >= 2")]
 Switch = Annotated[bool, Field(description="true or false")]
-Folder = Annotated[str, Field(min_length=1, description="a folder's path")]
-Cache = Annotated[str, Field(min_length=1, description="auto, off or a folder's path")]
+Folder = Annotated[str, AfterValidator(_no_url), Field(min_length=1, description="a folder's path")]
+Cache = Annotated[
+    str, AfterValidator(_no_url), Field(min_length=1, description="auto, off or a folder's path")
+]
 Platform = Annotated[Literal["auto", "cpu", "gpu"], Field(description="auto, cpu or gpu")]
 Dtype = Annotated[Literal["float32", "param"], Field(description="float32 or param")]
 Reaction = Annotated[Literal["stop", "skip", "ignore"], Field(description="stop, skip or ignore")]
 Reduction = Annotated[Literal["fast", "reproducible"], Field(description="fast or reproducible")]
 ClassName = Annotated[
     str, Field(pattern=_TRAINER, description="path.py:Class or package.module:Class")
+]
+File = Annotated[str | None, Field(min_length=1, description="the path of a source")]
+Patterns = Annotated[list[str], Field(description="a list of regular expressions")]
+Renames = Annotated[
+    dict[str, str], Field(description="a mapping of regular expressions to their replacements")
 ]
 Arguments = Annotated[dict[str, Any], Field(description="a mapping of names to values")]
 
@@ -93,6 +116,20 @@ class Checkpoint(Section):
     keep: Count = 3  # newest ones kept; each takes the state's bytes on disk
 
 
+class InitFrom(Section):
+    """What a new run begins with in place of fresh parameters; `init_from: PATH` is short for it.
+
+    A leaf's name is its path, `layers/0/kernel`. Only a run without a checkpoint reads it.
+    """
+
+    path: File = None  # a run's folder or FOLDER@STEP, an Orbax checkpoint, safetensors
+    map: Renames = Field(default_factory=dict)  # applied in order to the source's names, like sed
+    allow_missing: Patterns = Field(default_factory=list)  # found in names that may stay fresh
+    allow_extra: Patterns = Field(default_factory=list)  # found in names that may go unused
+    model_state: Switch = False  # take the model state too; its names begin with model_state/
+    cast: Switch = False  # convert floats to the trainer's dtype; values may lose digits
+
+
 class Config(Section):
     """Every key of a run, in the order of `config.yaml`."""
 
@@ -109,6 +146,7 @@ class Config(Section):
     on_nonfinite: Reaction = "stop"  # a nan or infinite loss, gradient or update: stop; skip the
     # step, at most 100 in a row; ignore: commit whatever comes, over good checkpoints too, for a
     # trainer that handles such gradients itself (optax.apply_if_finite, dynamic loss scaling)
+    init_from: InitFrom = Field(InitFrom(), description="a path, or a section with path")
     data: Data = Data()
     eval: Eval = Eval()
     cluster: Cluster = Cluster()
@@ -121,7 +159,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, values: Any) -> Any:
-        return _with_shards(values) if isinstance(values, dict) else values
+        return _with_path(_with_shards(values)) if isinstance(values, dict) else values
 
     @model_validator(mode="after")
     def _hold_rules(self) -> Config:
@@ -228,7 +266,8 @@ def _validate(document: Document) -> Config | None:
             document.refuse(e["loc"], _describe(e))
     # pydantic holds the rules over several keys only once each key is right by itself.
     defaults = {"steps": None, "epochs": None, "cluster": Cluster().model_dump()}
-    values = _leaves(defaults) | _leaves(_with_shards(document.values))
+    defaults["init_from"] = {"path": None}
+    values = _leaves(defaults) | _leaves(_with_path(_with_shards(document.values)))
     usable = {key: value for key, value in values.items() if not _within(key, bad)}
     for keys, message in _broken_rules(usable):
         given = [key for key in keys if key in document.places]
@@ -249,7 +288,10 @@ def _describe(error: ErrorDetails) -> str:
         near = elsewhere or difflib.get_close_matches(str(path[-1]), known, 1)
         hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"
         return f"unknown key; {hint}"
-    rule = _FIELDS[path].description or "a section; write its keys below it, or leave it out"
+    if error["type"] == "url":
+        return f"{show(value)} {error['msg']}"
+    known = max((key for key in _FIELDS if path[: len(key)] == key), key=len)
+    rule = _FIELDS[known].description or "a section; write its keys below it, or leave it out"
     if error["type"] == "missing":
         return f"is required; write {rule}"
     quoted = "number" in rule or "integer" in rule or "true" in rule
@@ -276,11 +318,20 @@ def _with_shards(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "batch_shards": shards}
 
 
+def _with_path(values: dict[str, Any]) -> dict[str, Any]:
+    """`init_from: PATH` as the section that it is short for."""
+    given = values.get("init_from", {})
+    if given is None or isinstance(given, str):
+        return {**values, "init_from": {"path": given}}
+    return values
+
+
 def _broken_rules(values: Mapping[Path, Any]) -> Iterator[tuple[list[Path], str]]:
     """The rules over several keys: (keys, message). A key that is absent breaks none."""
     keys = [("batch_size",), ("batch_shards",), ("cluster", "workers"), ("cluster", "min_workers")]
     size, shards, workers, least = map(values.get, keys)
     yield from _broken_length(values)
+    yield from _broken_init_from(values)
     if workers and least and least > workers:
         why = f"min_workers={least} is more than workers={workers}"
         yield keys[2:], f"{why}; lower min_workers or raise workers"
@@ -308,6 +359,24 @@ def _broken_length(values: Mapping[Path, Any]) -> Iterator[tuple[list[Path], str
         yield keys, f"steps={steps} and epochs={epochs} each say how long to train; keep one"
     elif not steps and not epochs:
         yield keys, "steps or epochs is required; write one of them"
+
+
+def _broken_init_from(values: Mapping[Path, Any]) -> Iterator[tuple[list[Path], str]]:
+    path: Path = ("init_from", "path")
+    others = {key: values[key] for key in values if key[0] == "init_from" and key != path}
+    if not values.get(path, True) and any(others.values()):
+        yield [next(k for k, v in others.items() if v)], "needs init_from.path; write it"
+    for key, given in others.items():
+        if key[1:] not in (("map",), ("allow_missing",), ("allow_extra",)):
+            continue
+        for pattern in given:
+            replacement = given[pattern] if key[1] == "map" else ""
+            if not isinstance(pattern, str) or not isinstance(replacement, str):
+                continue  # refused already
+            try:
+                re.sub(pattern, replacement, "")
+            except (re.error, IndexError) as error:
+                yield [key], f"{pattern!r} is no regular expression that works: {error}"
 
 
 _FIELDS: dict[Path, FieldInfo] = {(name,): info for name, info in Config.model_fields.items()}

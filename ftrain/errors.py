@@ -132,6 +132,13 @@ class TrainerError(ConfigError):
     """Raised when the trainer's code breaks a rule of the API; nothing has started (exit 2)."""
 
 
+class InitFromError(ConfigError):
+    """Raised when a run cannot begin with the parameters that `init_from` names (exit 2)."""
+
+    def __init__(self, *problems: str):
+        super().__init__(*(f"init_from: {problem}" for problem in problems))
+
+
 class DatasetError(FtrainError):
     """Raised when a data set or one of its samples cannot be used; names what and which."""
 

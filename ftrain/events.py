@@ -17,6 +17,7 @@ Every event has `t` (unix seconds), `event`, and where it applies `worker`, `pid
     step_skipped{step,shards,workers,what} shards that were not finite, and whose they were
     checkpoint_saved{step,seconds,tier}    checkpoint_skipped{step,why}
     checkpoint_restored{step,tier}         save_failed{step,error}
+    parameters_loaded{source,leaves,fresh,unused}   a new run began with those of init_from
     replicas_differ{step,digests}          by worker; the one that is not like most is replaced
     digest_agreed{step,workers,digest}     every worker that reported the step has these bits
     hang_detected{worker,phase,seconds}    unreachable: the workers it cannot reach, if it is that

@@ -153,6 +153,9 @@ class Recorder:
     def _on_save_failed(self, worker: int, record: Record, generation: int) -> None:
         self._event("save_failed", record, "step", "error")
 
+    def _on_parameters_loaded(self, worker: int, record: Record, generation: int) -> None:
+        self._event("parameters_loaded", record, "source", "leaves", "fresh", "unused")
+
     def _first(self, *what: Any) -> bool:
         new = what not in self._seen
         self._seen.add(what)

@@ -90,6 +90,23 @@ def initial_state(trainer: Any, spec: StateSpec, seed: int) -> Committed:
     return Committed(0, 0, from_host(spec, to_host(jax.jit(init)())))
 
 
+def state_with(trainer: Any, spec: StateSpec, arrays: list[np.ndarray]) -> Committed:
+    """Step 0 with other parameters and model state; the optimizer's state is computed from them.
+
+    Args:
+      trainer: with its `tx`.
+      spec: the state's.
+      arrays: all leaves, as `to_host` gives them; those of the optimizer are not used.
+    """
+
+    def init(leaves: list[jax.Array]) -> list[jax.Array]:
+        return jax.tree.leaves(trainer.tx.init(jax.tree.unflatten(spec.treedefs[0], leaves)))
+
+    params, _, model_state = spec.split(arrays)
+    given, _, _ = spec.split(from_host(spec, arrays))
+    return Committed(0, 0, from_host(spec, [*params, *to_host(jax.jit(init)(given)), *model_state]))
+
+
 class StepPrograms:
     """The compiled programs of a trainer, for one shape of shard and that of a shorter, last one.
 

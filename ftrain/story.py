@@ -168,6 +168,13 @@ class Story:
     def _tell_checkpoint_restored(self, fields: dict[str, Any]) -> None:
         self._screen.line(f"continuing from the checkpoint of step {fields['step']}")
 
+    def _tell_parameters_loaded(self, fields: dict[str, Any]) -> None:
+        kept = [("fresh", fields["fresh"]), ("unused", fields["unused"])]
+        told = [f"{what}: {_few(names)}" for what, names in kept if names]
+        self._screen.line(
+            "; ".join([f"beginning with {fields['leaves']} leaves of {fields['source']}", *told])
+        )
+
     def _tell_checkpoint_skipped(self, fields: dict[str, Any]) -> None:
         self._screen.line(
             f"checkpoint {fields['step']} cannot be read and is passed over: {fields['why']}"
@@ -222,6 +229,11 @@ class Story:
 def _ids(workers: list[int], noun: str = "") -> str:
     text = " ".join(map(str, workers))
     return f"{noun}{'s' * (len(workers) > 1)} {text}" if noun else text
+
+
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
 
 
 def _size(size: float) -> str:

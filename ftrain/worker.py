@@ -25,6 +25,7 @@ from ftrain.errors import (
     CheckpointUnreadableError,
     DatasetError,
     FtrainError,
+    InitFromError,
     ReplicasDifferError,
     StateMismatchError,
     TrainerError,
@@ -157,7 +158,7 @@ def refuse(
 
 def local_error(report: Callable[..., None], beat: Beat, error: BaseException) -> NoReturn:
     """This worker's own error: reported, and the process ends before any barrier (R3)."""
-    if isinstance(error, StateMismatchError | CheckpointUnreadableError):
+    if isinstance(error, StateMismatchError | CheckpointUnreadableError | InitFromError):
         refuse(report, str(error), "")  # another try would find the same
     if isinstance(error, WorkerDiffersError):
         refuse(report, str(error), "", others_go_on=error.others_go_on)
@@ -273,14 +274,14 @@ def make_loop(
     )
 
     def first_state() -> Any:
-        from ftrain.step import initial_state
+        from ftrain.init_from import new_state
 
         restored = checkpoint.restore_newest(
             config.run_dir, spec, dataset_length=source.length, report=report
         )
         if restored is None:
             with runtime.shares_compile_cache():
-                return initial_state(trainer, spec, config.seed)
+                return new_state(trainer, spec, config, report)
         saver.already_durable(restored.step)
         programs.check_shorter(target.shorter_shard(restored.cursor, config.batch_shards))
         return restored

@@ -364,6 +364,8 @@ def test_defaults_are_those_of_the_design():
         "trainer: a.py:T\ntrainer_args: {}\nrun_dir: runs/x\nsteps: 400\nepochs: null\nseed: 0\n"
         "batch_size: 240\nbatch_shards: 12\nreduction: fast\nreduce_dtype: float32\n"
         "on_nonfinite: stop\n"
+        "init_from:\n  path: null\n  map: {}\n  allow_missing: []\n  allow_extra: []\n"
+        "  model_state: false\n  cast: false\n"
         "data:\n  shuffle: true\n  prefetch_steps: 1\n  threads: 1\neval:\n  every_steps: 0\n"
         "cluster:\n  workers: 1\n  min_workers: 1\n  platform: auto\n  start_timeout_s: 120.0\n"
         "  heartbeat_timeout_s: 10.0\n  hang_timeout_s: 60.0\n  below_min_timeout_s: 600.0\n"
@@ -371,6 +373,49 @@ def test_defaults_are_those_of_the_design():
         "  backoff_max_s: 30.0\ncheckpoint:\n  every_steps: 100\n  keep: 3\n"
         "grace_s: 25.0\ndigest_every_steps: 100\ncompile_cache: auto\n"
     )
+
+
+def test_init_from_is_a_path_or_a_section():
+    """The short form is resolved, so that a run's config.yaml has one form."""
+    short = load(BASE + "init_from: runs/a@200\n")
+    assert short == load(BASE + "init_from:\n  path: runs/a@200\n")
+    assert short == load(BASE, "init_from=runs/a@200") == load(BASE, "init_from.path=runs/a@200")
+    assert short.init_from.path == "runs/a@200" and short.init_from.map == {}
+    assert load(BASE + "init_from: null\n") == load(BASE)
+    long = load(BASE + "init_from: {path: m, map: {'^a/': b/}, allow_missing: [^head/]}\n")
+    assert Config.from_json(long.to_json()) == long
+    Path("config.yaml").write_text(long.to_yaml(), encoding="utf-8")
+    assert read_resolved("config.yaml") == long
+
+
+INIT_FROM = {
+    "init_from: 5": "init_from: 5 is not a path, or a section with path",
+    "init_from: ''": "init_from.path: '' is not the path of a source",
+    "init_from: {map: {a: b}}": "init_from.map: needs init_from.path; write it",
+    "init_from: {path: m, map: {a: 5}}": "init_from.map.a: 5 is not a mapping of regular "
+    "expressions to their replacements",
+    "init_from: {path: m, map: {'(': b}}": "init_from.map: '(' is no regular expression that "
+    "works: missing ), unterminated subpattern at position 0",
+    "init_from: {path: m, map: {a: '\\1'}}": "init_from.map: 'a' is no regular expression that "
+    "works: invalid group reference 1 at position 1",
+    "init_from: {path: m, allow_extra: ['*']}": "init_from.allow_extra: '*' is no regular "
+    "expression that works: nothing to repeat at position 0",
+    "init_from: {path: m, cast: 1}": "init_from.cast: 1 is not true or false",
+    "compile_cache: gs://b/c": "compile_cache: 'gs://b/c' is a URL, not a folder; mount the store, "
+    "or copy to it",
+}
+
+
+@pytest.mark.parametrize("text", INIT_FROM)
+def test_an_init_from_that_cannot_work_is_refused_with_its_line(text):
+    """Before anything starts, all of it that needs no file."""
+    assert refused(BASE + text + "\n") == f"c.yaml:5: {INIT_FROM[text]}"
+
+
+def test_a_run_dir_that_is_a_url_is_refused():
+    """A folder called `s3:` would be made; ftrain's lock, records and renames need a disk."""
+    why = "'s3://bucket/run' is a URL, not a folder; mount the store, or copy to it"
+    assert refused(BASE, run_dir="s3://bucket/run") == f"--run-dir s3://bucket/run: {why}"
 
 
 @pytest.mark.parametrize("text", ODD_TEXTS)

@@ -30,6 +30,7 @@ LAYERS = [
         "order",
         "tcp_sockets",
         "compile_lock",
+        "match",
         "processes",
         "screen",
         "tree",
@@ -42,6 +43,7 @@ LAYERS = [
         "events",
         "restart",
         "watchdog",
+        "pretrained",
         "run_lock",
         "user_code",
         "versions",
@@ -74,9 +76,11 @@ LAYERS = [
         "evaluation",
         "membership",
     ],
-    ["admission"],
+    ["admission", "load"],
+    ["sources"],
+    ["init_from"],
     ["environment", "loop", "worker"],
-    ["supervisor", "check", "debug", "template"],
+    ["supervisor", "check", "debug", "template", "checkpoints_table"],
     ["cli"],
 ]
 
@@ -84,7 +88,7 @@ PROCESS_SIDE = set(
     """
     cli supervisor restart recorder story screen slots processes run_lock watchdog events config
     errors yaml_lines environment user_code beat versions worker_logs forking ears
-    verdict stacks warden target
+    verdict stacks warden target match pretrained checkpoints_table
 """.split()
 )
 DEVICE_PACKAGES = {"jax", "jaxlib", "flax", "optax"}

@@ -299,6 +299,7 @@ FACTS = {
     "checkpoint_saved": {"step": 5, "seconds": 0.1, "tier": "disk"},
     "checkpoint_restored": {"step": 5, "tier": "disk"},
     "checkpoint_skipped": {"step": 5, "why": "torn"},
+    "parameters_loaded": {"source": "runs/a", "leaves": 2, "fresh": ["head/w"], "unused": []},
     "save_failed": {"step": 5, "error": "OSError: no space"},
 }
 
