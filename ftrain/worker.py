@@ -328,7 +328,8 @@ def trace(
     From here on the trainer's config has the number of steps, also where epochs were asked for.
     """
     from ftrain.evaluation import Evaluation
-    from ftrain.step import StepPrograms, state_spec
+    from ftrain.initial import state_spec
+    from ftrain.step import StepPrograms
     from ftrain.sync import HEADER
     from ftrain.target import target_of
 

@@ -62,8 +62,9 @@ LAYERS = [
         "verdict",
         "target",
     ],
-    ["mesh", "digests", "transfer", "replicas"],
-    ["reduction"],
+    ["mesh", "digests", "transfer", "replicas", "initial", "loss"],
+    ["reduction", "contribution"],
+    ["update", "explain"],
     ["sync", "identity"],
     [
         "config",
