@@ -282,6 +282,7 @@ class Supervisor:
                     pid=slot.child.pid,
                     seconds=time.monotonic() - slot.started_at,
                     cpu_s=record["cpu_s"],
+                    compile_s=record["compile_s"],
                 )
                 self._first_ready_at = self._first_ready_at or time.monotonic()
             case "left":

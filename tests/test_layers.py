@@ -74,6 +74,7 @@ LAYERS = [
         "evaluation",
         "membership",
         "fault_rules",
+        "goodput",
     ],
     ["admission", "verify"],
     ["environment", "loop", "worker"],
@@ -86,7 +87,7 @@ PROCESS_SIDE = set(
     cli supervisor restart recorder story screen slots processes run_lock watchdog events config
     errors yaml_lines environment user_code beat versions worker_logs forking ears
     verdict stacks warden target
-    findings records recoveries step_rules fault_rules verify
+    findings records recoveries step_rules fault_rules verify goodput
 """.split()
 )
 DEVICE_PACKAGES = {"jax", "jaxlib", "flax", "optax"}
