@@ -38,7 +38,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 EVENTS_FILE = "events.jsonl"
@@ -65,10 +65,18 @@ class EventLog(LineFile):
 
     def __init__(self, run_dir: str):
         super().__init__(os.path.join(run_dir, EVENTS_FILE))
+        self._listener: Callable[[dict[str, Any]], None] | None = None
+
+    def listen(self, listener: Callable[[dict[str, Any]], None]) -> None:
+        """Has `listener` called with each event, once it is written."""
+        self._listener = listener
 
     def __call__(self, event: str, **fields: Any) -> None:
         """Writes one event."""
-        self.append({"t": time.time(), "event": event, **fields})
+        row = {"t": time.time(), "event": event, **fields}
+        self.append(row)
+        if self._listener is not None:
+            self._listener(row)
 
 
 def to_json(row: dict[str, Any]) -> str:

@@ -32,7 +32,6 @@ LAYERS = [
         "tcp_sockets",
         "compile_lock",
         "processes",
-        "screen",
         "tree",
         "worker_logs",
     ],
@@ -75,8 +74,10 @@ LAYERS = [
         "membership",
         "fault_rules",
         "goodput",
+        "snapshot",
     ],
-    ["admission", "verify"],
+    ["admission", "verify", "board", "panel"],
+    ["screen", "status"],
     ["environment", "loop", "worker"],
     ["supervisor", "check", "debug", "template"],
     ["cli"],
@@ -88,6 +89,7 @@ PROCESS_SIDE = set(
     errors yaml_lines environment user_code beat versions worker_logs forking ears
     verdict stacks warden target
     findings records recoveries step_rules fault_rules verify goodput
+    snapshot board panel status
 """.split()
 )
 DEVICE_PACKAGES = {"jax", "jaxlib", "flax", "optax"}
