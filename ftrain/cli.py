@@ -39,6 +39,11 @@ RUN_DIR_COMMANDS = (
         (JSON, ("--once", {"action": "store_true", "help": "print it once"})),
     ),
     RunDirCommand("verify", "judge a run by its records; exit 0 if no rule is broken, else 1"),
+    RunDirCommand(
+        "report",
+        "a run as one HTML file that opens offline",
+        (("-o", {"dest": "output", "metavar": "FILE", "help": "default: RUN_DIR/report.html"}),),
+    ),
 )
 
 

@@ -74,10 +74,11 @@ LAYERS = [
         "membership",
         "fault_rules",
         "goodput",
+        "lanes",
         "snapshot",
     ],
     ["admission", "verify", "board", "panel"],
-    ["screen", "status"],
+    ["screen", "status", "report"],
     ["environment", "loop", "worker"],
     ["supervisor", "check", "debug", "template"],
     ["cli"],
@@ -89,7 +90,7 @@ PROCESS_SIDE = set(
     errors yaml_lines environment user_code beat versions worker_logs forking ears
     verdict stacks warden target
     findings records recoveries step_rules fault_rules verify goodput
-    snapshot board panel status
+    snapshot board panel status lanes report
 """.split()
 )
 DEVICE_PACKAGES = {"jax", "jaxlib", "flax", "optax"}
