@@ -59,7 +59,11 @@ def kill_one(run: Run, draw: random.Random) -> None:
 
 
 def table(found: Breakdown) -> str:
-    lines = [f"goodput {found.goodput:.1%} of {found.wall_s:.1f} s"]
+    begun_s = found.wall_s - found.parts["start"] - found.parts["compile"]
+    lines = [
+        f"goodput {found.goodput:.1%} of {found.wall_s:.1f} s, "
+        f"{found.parts['train'] / begun_s:.1%} without start and compile"
+    ]
     for part, seconds in found.parts.items():
         if seconds > 0:
             lines.append(
