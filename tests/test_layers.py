@@ -26,13 +26,13 @@ LAYERS = [
     ["stacks"],
     [
         "errors",
+        "findings",
         "beat",
         "order",
         "tcp_sockets",
         "compile_lock",
         "match",
         "processes",
-        "screen",
         "tree",
         "worker_logs",
     ],
@@ -62,10 +62,10 @@ LAYERS = [
         "verdict",
         "target",
     ],
-    ["mesh", "digests", "transfer", "replicas", "initial", "loss"],
+    ["mesh", "digests", "transfer", "replicas", "initial", "loss", "records"],
     ["reduction", "contribution"],
     ["update", "explain"],
-    ["sync", "identity"],
+    ["sync", "identity", "recoveries", "step_rules"],
     [
         "config",
         "recorder",
@@ -76,12 +76,16 @@ LAYERS = [
         "checkpoint",
         "evaluation",
         "membership",
+        "fault_rules",
+        "goodput",
+        "lanes",
+        "snapshot",
     ],
-    ["admission", "load"],
-    ["sources"],
+    ["admission", "load", "verify", "board", "panel"],
+    ["sources", "screen", "status", "report"],
     ["init_from"],
     ["environment", "loop", "worker"],
-    ["supervisor", "check", "debug", "template", "checkpoints_table"],
+    ["supervisor", "check", "debug", "template", "checkpoints"],
     ["cli"],
 ]
 
@@ -89,7 +93,9 @@ PROCESS_SIDE = set(
     """
     cli supervisor restart recorder story screen slots processes run_lock watchdog events config
     errors yaml_lines environment user_code beat versions worker_logs forking ears
-    verdict stacks warden target match pretrained checkpoints_table
+    verdict stacks warden target match pretrained checkpoints
+    findings records recoveries step_rules fault_rules verify goodput
+    snapshot board panel status lanes report
 """.split()
 )
 DEVICE_PACKAGES = {"jax", "jaxlib", "flax", "optax"}
@@ -232,7 +238,17 @@ def loaded_after(statement: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["ftrain", "ftrain.supervisor", "ftrain.cli", "ftrain.user_code", "ftrain.config"]
+    "module",
+    [
+        "ftrain",
+        "ftrain.supervisor",
+        "ftrain.cli",
+        "ftrain.user_code",
+        "ftrain.config",
+        "ftrain.verify",
+        "ftrain.report",
+        "ftrain.status",
+    ],
 )
 def test_importing_the_process_side_loads_no_jax(module):
     """In a real interpreter, whatever the sources look like."""
