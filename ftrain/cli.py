@@ -1,4 +1,4 @@
-"""The command line: `ftrain run`, `check`, `debug`. Never imports jax."""
+"""The command line: `ftrain run`, `check`, `debug`, `chaos`. Never imports jax."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from ftrain.chaos.command import add_arguments
 from ftrain.config import Config, changed_keys, continue_problems, load_config, read_resolved
 from ftrain.environment import resolve_platform, worker_environment
 from ftrain.errors import EXIT_DEFECT, EXIT_OK, EXIT_REFUSED, ConfigError, FtrainError
@@ -24,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         base = find_base(config.trainer, arguments.config)
         platform = resolve_platform(config, os.environ)
         worker_environment(config, platform, os.environ)
+        if arguments.command is _chaos:
+            return _chaos(config, arguments)
         return arguments.command(config, base, platform)
     except FtrainError as error:
         sys.stderr.write(f"{error}\n")
@@ -42,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         ("run", _run, "train, or continue; workers may die"),
         ("check", _check, "do all that a start does, without starting"),
         ("debug", _debug, "one worker in the foreground, for breakpoint() and profilers"),
+        ("chaos", _chaos, "run under faults, heal, and judge what became of the run"),
     ):
         sub = commands.add_parser(name, help=text, description=text)
         sub.add_argument("config", metavar="CONFIG", help="a YAML file, see configs/")
@@ -54,6 +58,8 @@ def _parser() -> argparse.ArgumentParser:
         )
         sub.add_argument("--run-dir", metavar="DIR", help="replace run_dir")
         sub.set_defaults(command=command)
+        if command is _chaos:
+            add_arguments(sub)
     return parser
 
 
@@ -140,6 +146,12 @@ def _check(config: Config, base: str, platform: str) -> int:
 
 def _debug(config: Config, base: str, platform: str) -> int:
     return _replace_by("ftrain.debug", config, base, platform)
+
+
+def _chaos(config: Config, arguments: argparse.Namespace) -> int:
+    from ftrain.chaos.command import chaos
+
+    return chaos(config, arguments)
 
 
 def _replace_by(module: str, config: Config, base: str, platform: str) -> int:

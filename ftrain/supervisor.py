@@ -78,6 +78,10 @@ class Supervisor:
         """Runs to the end and returns the exit code."""
         adopt_orphans()
         with self._ears.signals(self._on_signal):
+            if "FTRAIN_CHAOS" in os.environ:
+                from ftrain.chaos.hook import FaultFeed
+
+                FaultFeed(self._ears, self._log, self._screen.line)
             self._start_template()
             self._start_coordinator()
             while self._verdict is None:

@@ -124,6 +124,10 @@ def start(job: Assignment, control: Control) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     beat = Beat(job.beat_fd)
     beat.keep_stacks()
+    if "FTRAIN_CHAOS" in os.environ:  # only `ftrain chaos` sets it, and nothing is loaded without
+        from ftrain.chaos import hook
+
+        hook.enter_worker()
     work(job, Reporter(job.records_fd), beat, control)
 
 

@@ -27,9 +27,10 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
+from tests.orders import order
+
 from tests import network
 from tests.checks import check_history, check_nothing_left, check_replicas_agree
-from tests.orders import order
 from tests.runs import Run, running
 
 WORKERS = 4
