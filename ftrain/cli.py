@@ -1,12 +1,18 @@
-"""The command line: `ftrain run`, `check`, `debug`, `chaos`. Never imports jax."""
+"""The command line: commands that take a config, and those that look at a run directory. No jax.
+
+`RUN_DIR_COMMANDS` is the table of the latter. Each is a module of that name with a
+`main(arguments) -> exit code`, imported when it is asked for.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from ftrain.chaos.command import add_arguments
 from ftrain.config import Config, changed_keys, continue_problems, load_config, read_resolved
@@ -15,19 +21,28 @@ from ftrain.errors import EXIT_DEFECT, EXIT_OK, EXIT_REFUSED, ConfigError, Ftrai
 from ftrain.user_code import find_base
 from ftrain.versions import check_versions
 
+Option = tuple[str, dict[str, Any]]
+JSON: Option = ("--json", {"action": "store_true", "help": "as JSON, for programs"})
+
+
+class RunDirCommand(NamedTuple):
+    """A command `ftrain NAME RUN_DIR [options]`, in the module `ftrain.NAME`."""
+
+    name: str
+    help: str
+    options: tuple[Option, ...] = (JSON,)
+
+
+RUN_DIR_COMMANDS = (
+    RunDirCommand("verify", "judge a run by its records; exit 0 if no rule is broken, else 1"),
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; 1 is a defect of ftrain and shows a traceback."""
     arguments = _parser().parse_args(argv)
     try:
-        check_versions()
-        config = load_config(arguments.config, arguments.set, arguments.run_dir)
-        base = find_base(config.trainer, arguments.config)
-        platform = resolve_platform(config, os.environ)
-        worker_environment(config, platform, os.environ)
-        if arguments.command is _chaos:
-            return _chaos(config, arguments)
-        return arguments.command(config, base, platform)
+        return arguments.command(arguments)
     except FtrainError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_REFUSED
@@ -57,10 +72,30 @@ def _parser() -> argparse.ArgumentParser:
             help="replace a value of the config; may be given several times",
         )
         sub.add_argument("--run-dir", metavar="DIR", help="replace run_dir")
-        sub.set_defaults(command=command)
+        sub.set_defaults(command=_on_config, action=command)
         if command is _chaos:
             add_arguments(sub)
+            sub.set_defaults(command=_chaos)
+    for reader in RUN_DIR_COMMANDS:
+        sub = commands.add_parser(reader.name, help=reader.help, description=reader.help)
+        sub.add_argument("run_dir", metavar="RUN_DIR", help="the run_dir of an `ftrain run`")
+        for flag, settings in reader.options:
+            sub.add_argument(flag, **settings)
+        sub.set_defaults(command=_on_run_dir, module=f"ftrain.{reader.name}")
     return parser
+
+
+def _on_config(arguments: argparse.Namespace) -> int:
+    check_versions()
+    config = load_config(arguments.config, arguments.set, arguments.run_dir)
+    base = find_base(config.trainer, arguments.config)
+    platform = resolve_platform(config, os.environ)
+    worker_environment(config, platform, os.environ)
+    return arguments.action(config, base, platform)
+
+
+def _on_run_dir(arguments: argparse.Namespace) -> int:
+    return importlib.import_module(arguments.module).main(arguments)
 
 
 def _run(config: Config, base: str, platform: str) -> int:
@@ -148,10 +183,11 @@ def _debug(config: Config, base: str, platform: str) -> int:
     return _replace_by("ftrain.debug", config, base, platform)
 
 
-def _chaos(config: Config, arguments: argparse.Namespace) -> int:
+def _chaos(arguments: argparse.Namespace) -> int:
     from ftrain.chaos.command import chaos
 
-    return chaos(config, arguments)
+    check_versions()
+    return chaos(load_config(arguments.config, arguments.set, arguments.run_dir), arguments)
 
 
 def _replace_by(module: str, config: Config, base: str, platform: str) -> int:

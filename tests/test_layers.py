@@ -26,6 +26,7 @@ LAYERS = [
     ["stacks"],
     [
         "errors",
+        "findings",
         "beat",
         "order",
         "tcp_sockets",
@@ -60,8 +61,8 @@ LAYERS = [
         "verdict",
         "target",
     ],
-    ["reduction", "digests", "replicas"],
-    ["sync", "identity"],
+    ["reduction", "digests", "replicas", "records"],
+    ["sync", "identity", "recoveries", "step_rules"],
     [
         "config",
         "recorder",
@@ -72,8 +73,9 @@ LAYERS = [
         "checkpoint",
         "evaluation",
         "membership",
+        "fault_rules",
     ],
-    ["admission"],
+    ["admission", "verify"],
     ["environment", "loop", "worker"],
     ["supervisor", "check", "debug", "template"],
     ["cli"],
@@ -84,6 +86,7 @@ PROCESS_SIDE = set(
     cli supervisor restart recorder story screen slots processes run_lock watchdog events config
     errors yaml_lines environment user_code beat versions worker_logs forking ears
     verdict stacks warden target
+    findings records recoveries step_rules fault_rules verify
 """.split()
 )
 DEVICE_PACKAGES = {"jax", "jaxlib", "flax", "optax"}

@@ -69,6 +69,8 @@ def chaos(config: Config, arguments: argparse.Namespace) -> int:
                 live.close()
                 shutil.rmtree(live.run_dir / "orders", ignore_errors=True)
                 course.write_down()
+    if live.process.returncode == EXIT_REFUSED:
+        return EXIT_REFUSED  # it has said why
     return course.judge()
 
 
@@ -237,7 +239,7 @@ class Course:
         if code not in expected:
             self._problems.append(f"the run ended with exit code {code}, expected {expected[0]}")
         injections = self._injector.injections
-        if not injections and code != EXIT_REFUSED:
+        if not injections:
             self._problems.append("no fault was injected: the run was over before the first")
         verdict = verify(str(self._live.run_dir))
         write = sys.stdout.write
