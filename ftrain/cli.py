@@ -102,6 +102,7 @@ def _run(config: Config, base: str, platform: str) -> int:
     from ftrain.events import EventLog
     from ftrain.run_lock import RunLock
     from ftrain.screen import Screen
+    from ftrain.sinks import Sinks
     from ftrain.supervisor import Supervisor
 
     os.makedirs(config.run_dir, exist_ok=True)
@@ -114,12 +115,13 @@ def _run(config: Config, base: str, platform: str) -> int:
             f"set a larger `{'steps' if config.epochs is None else 'epochs'}` to train on\n"
         )
         return EXIT_OK
+    sinks = Sinks(config, base)
     log = EventLog(config.run_dir)
     log("run_started", config=config.model_dump(), changed=changed)
     screen = Screen()
     try:
         return Supervisor(
-            config, base=base, platform=platform, lock=lock, log=log, screen=screen
+            config, base=base, platform=platform, lock=lock, log=log, screen=screen, sinks=sinks
         ).run()
     finally:
         screen.close()

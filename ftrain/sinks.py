@@ -140,6 +140,6 @@ def _listen(config: Config) -> socket.socket:
         return socket.create_server((host, port), family=family)
     except OSError as error:
         raise ConfigError(
-            f"metrics_port={port}: {host}:{port} cannot be opened, {os.strerror(error.errno or 0)}; "
+            f"metrics_port={port}: {host}:{port} cannot be opened ({error.strerror}); "
             "choose a free port, or an address of this machine as metrics_host"
         ) from None

@@ -314,7 +314,17 @@ def make_loop(
         first_state,
         started.forget_view,
         runtime.compile_shared,
+        make_profiler(config, beat),
     )
+
+
+def make_profiler(config: Config, beat: Beat) -> Any:
+    """What traces some steps, or None where none are to be traced."""
+    if config.profile.step == 0:
+        return None
+    from ftrain.profiling import Profiler
+
+    return Profiler(config, beat)
 
 
 def trace(

@@ -63,7 +63,9 @@ class Disk:
                 f"cp -a {shlex.quote(before)}/. {there}",
             )
         self.folder = Path(f"/proc/{self._holder.pid}/root{self._real}")
-        self.prefix = ["nsenter", f"--mount=/proc/{self._holder.pid}/ns/mnt"]
+        self._enter = ["nsenter", f"--mount=/proc/{self._holder.pid}/ns/mnt"]
+        # There it begins at the root, and a folder that is entered before has the mounts of here.
+        self.prefix = [*self._enter, "sh", "-c", 'cd "$0" && exec "$@"', os.getcwd()]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -96,4 +98,4 @@ class Disk:
 
     def _resize(self, size: str) -> None:
         command = ["mount", "-o", f"remount,size={size}", str(self._real)]
-        subprocess.run([*self.prefix, *command], check=True, capture_output=True)
+        subprocess.run([*self._enter, *command], check=True, capture_output=True)
