@@ -6,7 +6,10 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from tensorboardX import SummaryWriter
+# Not its SummaryWriter, whose thread may still have what was flushed (tensorboardX 2.6).
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
 
 if TYPE_CHECKING:
     from ftrain.config import Config
@@ -22,25 +25,30 @@ class TensorBoard:
         self._folder = (
             config.tensorboard if is_folder else os.path.join(config.run_dir, "tensorboard")
         )
-        self._writer: SummaryWriter | None = None
+        os.makedirs(self._folder, exist_ok=True)
+        self._writer: EventsWriter | None = None
+        self._last = 0
 
     def commit(self, line: dict[str, Any]) -> None:
         """A committed step. One that was committed before takes the place of what followed it."""
-        step = line["step"]
-        if self._writer is None or (line.get("rewound") and step <= self._last):
-            self._open(step)
-        self._last = step
+        if self._writer is None or line["step"] <= self._last:
+            self._open(line["step"])
+        self._last = line["step"]
+        values = {"workers": len(line["workers"])}
         for name in line.keys() - NOT_SHOWN:
             if line[name] is not None:  # nan and infinite are null in the records
-                group = name.replace("eval_", "eval/", 1) if name.startswith("eval_") else name
-                self._writer.add_scalar(group, line[name], step, walltime=line["t"])
-        self._writer.add_scalar("workers", len(line["workers"]), step, walltime=line["t"])
+                tag = f"eval/{name[5:]}" if name.startswith("eval_") else name
+                values[tag] = line[name]
+        shown = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        self._writer.write_event(
+            Event(wall_time=line["t"], step=line["step"], summary=Summary(value=shown))
+        )
 
     def event(self, row: dict[str, Any]) -> None:
-        """Faults are in `events.jsonl` and `ftrain report`; here their cost is seen."""
+        """Faults are in `events.jsonl`; here their cost is seen."""
 
     def flush(self) -> None:
-        """What has come is on disk."""
+        """What has come is in the file, whatever becomes of this process."""
         if self._writer is not None:
             self._writer.flush()
 
@@ -55,9 +63,7 @@ class TensorBoard:
         So steps that were repeated, or written twice as a process died, are shown once.
         """
         self.close()
-        self._writer = SummaryWriter(
-            self._folder,
-            purge_step=step,
-            # The name has whole seconds only, and order is by name.
-            filename_suffix=f".{time.time_ns()}",
-        )
+        # The name has whole seconds only, and their order is by name.
+        self._writer = EventsWriter(os.path.join(self._folder, "events"), f".{time.time_ns()}")
+        start = SessionLog(status=SessionLog.START)
+        self._writer.write_event(Event(wall_time=time.time(), step=step, session_log=start))
