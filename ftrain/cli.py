@@ -34,7 +34,17 @@ class RunDirCommand(NamedTuple):
 
 
 RUN_DIR_COMMANDS = (
+    RunDirCommand(
+        "status",
+        "where a run is: live on a terminal, else once",
+        (JSON, ("--once", {"action": "store_true", "help": "print it once"})),
+    ),
     RunDirCommand("verify", "judge a run by its records; exit 0 if no rule is broken, else 1"),
+    RunDirCommand(
+        "report",
+        "a run as one HTML file that opens offline",
+        (("-o", {"dest": "output", "metavar": "FILE", "help": "default: RUN_DIR/report.html"}),),
+    ),
 )
 
 

@@ -57,7 +57,7 @@ class Event:
         return self.fields.get(field, default)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)  # not frozen: a run may have millions
 class Commit:
     """One line of `metrics.jsonl`: a committed step.
 

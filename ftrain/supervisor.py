@@ -15,6 +15,7 @@ from typing import Any
 
 from ftrain import restart
 from ftrain.beat import Beat
+from ftrain.board import Board
 from ftrain.config import Config
 from ftrain.ears import Ears
 from ftrain.environment import own_environment, worker_environment
@@ -23,6 +24,7 @@ from ftrain.events import EventLog
 from ftrain.forking import Template
 from ftrain.processes import Child, Ends, adopt_orphans, kill_strays, launch, reap_strays
 from ftrain.recorder import Recorder
+from ftrain.records import commit_of, event_of, read_records
 from ftrain.run_lock import RunLock
 from ftrain.screen import Screen
 from ftrain.sinks import CLOSE_S, Sinks
@@ -33,6 +35,7 @@ from ftrain.warden import Warden
 from ftrain.worker_logs import Logs
 
 TICK_S = 0.1
+STATUS_EVERY_S = 1.0
 REFUSED_WAIT_S = 3.0  # for the other workers to say that they fail in the same way
 SURVIVORS_FIRST_S = 0.5  # how long a replacement waits for the others' next commit
 COORDINATOR_EXIT_S = 5.0  # for it to end by itself
@@ -58,6 +61,10 @@ class Supervisor:
         self._lock, self._log, self._screen, self._sinks = lock, log, screen, sinks
         self._env = worker_environment(config, platform, os.environ)
         self._story = Story(screen, config)
+        self._board = Board(config.run_dir)
+        self._board.read(read_records(config.run_dir))
+        log.listen(lambda row: self._board.event(event_of(row)))
+        self._shown_at = float("-inf")
         self._recorder = Recorder(config.run_dir, log, self._on_fact)
         self._logs = Logs(config.run_dir)
         self._slots = [Slot(i) for i in range(config.cluster.workers)]
@@ -96,6 +103,7 @@ class Supervisor:
         code, reason = self._verdict
         self._recorder.close()
         self._log("run_finished", step=self._recorder.step, exit_code=code, reason=reason)
+        self._show(live=False)
         self._story.finished(code, reason)
         self._sinks.close(self._time_for_sinks_s())
         self._logs.close()
@@ -297,6 +305,7 @@ class Supervisor:
                     pid=slot.child.pid,
                     seconds=time.monotonic() - slot.started_at,
                     cpu_s=record["cpu_s"],
+                    compile_s=record["compile_s"],
                 )
                 self._first_ready_at = self._first_ready_at or time.monotonic()
             case "left":
@@ -313,6 +322,8 @@ class Supervisor:
 
     def _on_fact(self, kind: str, fields: dict[str, Any]) -> None:
         self._logs.supervisor(f"{kind} {json.dumps(fields)}")
+        if kind == "commit":
+            self._board.commit(commit_of(fields))
         self._story.fact(kind, fields)
 
     def _let_go(self) -> None:
@@ -418,9 +429,17 @@ class Supervisor:
         self._warden.tick(now, self._coordinator)
         self._sinks.tick(now)
         self._judge(now)
-        self._story.tick(
-            self._recorder.step, [s.worker for s in self._slots if s.going and s.child]
-        )
+        if now > self._shown_at + STATUS_EVERY_S:
+            self._shown_at = now
+            self._show()
+
+    def _show(self, *, live: bool = True) -> None:
+        """Where the run is, on the screen and for `ftrain status`."""
+        readings = {s.worker: s.reading() for s in self._slots if s.child is not None}
+        snapshot = self._board.snapshot(time.time(), readings, time.monotonic(), os.getpid())
+        snapshot.write()
+        if live:
+            self._screen.status(snapshot)
 
     def _end_deaf_coordinator(self, now: float) -> None:
         """One that is stopped or stuck ends its workers, and none could ever be replaced."""

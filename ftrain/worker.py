@@ -141,7 +141,8 @@ def work(job: Assignment, report: Callable[..., None], beat: Beat, control: Cont
     except BaseException as error:  # noqa: BLE001  the user's code: told once, with its traceback
         refuse(report, f"{type(error).__name__}: {error}", user_traceback(error))
     beat.phase("ready")
-    report("ready", cpu_s=time.process_time())
+    spent = beat.take_spent()
+    report("ready", cpu_s=time.process_time(), compile_s=spent.get("compile", 0.0))
     name, together = control.wait_for_go()
     try:
         loop.run(together, name)

@@ -36,7 +36,6 @@ LAYERS = [
         "tcp_sockets",
         "compile_lock",
         "processes",
-        "screen",
         "tree",
         "worker_logs",
     ],
@@ -83,12 +82,15 @@ LAYERS = [
         "membership",
         "fault_rules",
         "profiling",
-        "prometheus",
         "tensorboard",
         "sinks",
         "chaos.faults",
+        "goodput",
+        "lanes",
+        "snapshot",
     ],
-    ["admission", "verify"],
+    ["admission", "verify", "board", "panel", "prometheus"],
+    ["screen", "status", "report"],
     ["environment", "loop", "worker", "chaos.command"],
     ["supervisor", "check", "debug", "template", "sink_process"],
     ["cli"],
@@ -99,7 +101,8 @@ PROCESS_SIDE = set(
     cli supervisor restart recorder story screen slots processes run_lock watchdog events config
     errors yaml_lines environment user_code beat versions worker_logs forking ears
     verdict stacks warden target
-    findings records recoveries step_rules fault_rules verify
+    findings records recoveries step_rules fault_rules verify goodput
+    snapshot board panel status lanes report
     sinks sink_process prometheus tensorboard following
     chaos.hook chaos.plan chaos.network chaos.disk chaos.orders chaos.live chaos.faults
     chaos.command
