@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class Profiler:
     """Starts and stops the trace at step boundaries, in the worker that is the lowest at its first.
 
-    A worker that dies meanwhile takes its trace with it: nothing of the run depends on it, and no
-    other worker begins one.
+    A worker that dies meanwhile takes its trace with it: nothing of the run depends on it, and
+    others begin one only in another attempt at that first step.
     """
 
     def __init__(self, config: Config, beat: Beat):

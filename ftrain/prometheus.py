@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 import socket
 import threading
+import time
 from http.server import ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, MetricsHandler
+
+from ftrain.goodput import PARTS, Goodput
+from ftrain.records import commit_of, event_of
 
 if TYPE_CHECKING:
     from ftrain.config import Config
@@ -64,6 +68,15 @@ class Prometheus:
             "rejoin_seconds", "from a worker's death to the first step that it commits again"
         )
         self._workers.set(config.cluster.workers)
+        self._account = Goodput()
+        goodput = gauge("goodput_ratio", "committed compute time over wall time, 0 to 1")
+        spent = gauge("time_seconds", "the run's wall time by where it went", "part")
+        # Asked at each scrape: while nothing is committed time goes on.
+        goodput.set_function(lambda: self._account.at(time.time()).goodput)
+        for part in PARTS:
+            spent.labels(part).set_function(
+                lambda part=part: self._account.at(time.time()).parts[part]
+            )
         self._serve(listener)
 
     def _serve(self, listener: socket.socket) -> None:
@@ -76,6 +89,7 @@ class Prometheus:
 
     def commit(self, line: dict[str, Any]) -> None:
         """A committed step."""
+        self._account.commit(commit_of(line))
         self._step.set(line["step"])
         for name, key in ((self._loss, "loss"), (self._step_time, "step_time_s")):
             name.set(_number(line[key]))
@@ -96,6 +110,7 @@ class Prometheus:
 
     def event(self, row: dict[str, Any]) -> None:
         """Something that happened."""
+        self._account.event(event_of(row))
         handler = getattr(self, f"_on_{row['event']}", None)
         if handler is not None:
             handler(row)

@@ -116,7 +116,11 @@ def test_prometheus_shows_deaths_recoveries_and_rewinds_as_they_were(tmp_path):
     """A death and a return, then all at once and a checkpoint: the numbers are the rows'."""
     listener = socket.create_server(("127.0.0.1", 0))
     sink = Prometheus(config(tmp_path), listener)
-    started = {"event": "run_started", "t": 0.0, "config": {"cluster": {"workers": 2}}}
+    started = {
+        "event": "run_started",
+        "t": 0.0,
+        "config": {"cluster": {"workers": 2, "min_workers": 1}},
+    }
     exited = {"event": "worker_exited", "signal": "SIGKILL", "reason": "SIGKILL"}
     sink.event(started)
     sink.commit(line(1, 1.0))
@@ -149,7 +153,11 @@ def test_prometheus_shows_deaths_recoveries_and_rewinds_as_they_were(tmp_path):
         assert value(text, name) == expected, name
     assert value(text, "ftrain_recovery_seconds_sum") == pytest.approx(0.4 + 2.0)
     sink.event({"event": "run_finished", "t": 9.0})
-    assert value(scrape(listener.getsockname()[1]), "ftrain_workers_live") == 0
+    text = scrape(listener.getsockname()[1])
+    assert value(text, "ftrain_workers_live") == 0
+    assert value(text, "ftrain_goodput_ratio") == pytest.approx(0.02 / 9.0)
+    parts = re.findall(r"^ftrain_time_seconds{.*} (.*)$", text, re.MULTILINE)
+    assert sum(map(float, parts)) == pytest.approx(9.0)
 
 
 @pytest.mark.parametrize(
