@@ -402,6 +402,7 @@ def test_a_run_under_a_plan_is_judged_and_its_faults_can_be_replayed(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_run_survives_every_kind_of_fault(tmp_path):
     """One of each that this machine allows, from a plan: the verdict is good."""
     allowed = set(DEFAULT) - {"several"} - set(refusals())
