@@ -92,7 +92,10 @@ class Beat:
         self._memory[0] = count
 
     def take_spent(self) -> dict[str, float]:
-        """The writer's seconds in each phase since the last call, but for the one it is in."""
+        """The writer's seconds in each phase since the last call."""
+        now = time.monotonic()
+        self._spent[self._phase] += now - self._since
+        self._since = now
         spent = {phase: seconds for phase, seconds in self._spent.items() if seconds}
         for phase in spent:
             self._spent[phase] = 0.0

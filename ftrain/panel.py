@@ -39,7 +39,7 @@ def panel(now: Snapshot) -> RenderableType:
         ProgressBar(total=now.target or 1, completed=now.step, width=20),
         *([f"{clock(now.eta_s)} left"] if now.eta_s is not None else []),
     )
-    lines: list[Any] = [head, Text("   ".join(_facts(now)), overflow="ellipsis", no_wrap=True)]
+    lines: list[Any] = [head, Text("  ".join(_facts(now)), overflow="ellipsis", no_wrap=True)]
     if lost := losses(now):
         lines.append(Text(f"lost to  {lost}", style="dim", overflow="ellipsis", no_wrap=True))
     if now.reason:
@@ -69,11 +69,11 @@ def _workers(now: Snapshot) -> Table:
     from rich.text import Text
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    table.add_column("worker", justify="right", min_width=6)
-    table.add_column("state", min_width=11)
-    table.add_column("life", justify="right", min_width=4)
-    table.add_column("phase", min_width=13, no_wrap=True)
-    table.add_column("last fault", no_wrap=True, overflow="ellipsis", ratio=1)
+    table.add_column("worker", justify="right", width=6)
+    table.add_column("state", width=11)
+    table.add_column("life", justify="right", width=4)
+    table.add_column("phase", width=14, no_wrap=True)
+    table.add_column("last fault")  # the one that gives way; its texts are cut, not wrapped
     shown = sorted(now.workers, key=lambda w: w.state in QUIET)[:ROWS]
     for w in sorted(shown, key=lambda w: w.worker):
         table.add_row(
@@ -81,7 +81,7 @@ def _workers(now: Snapshot) -> Table:
             Text(w.state, style=_colour(w.state)),
             str(w.incarnation) if w.incarnation >= 0 else "",
             _phase(w),
-            Text(_fault(w, now.t), style="dim"),
+            Text(_fault(w, now.t), style="dim", no_wrap=True, overflow="ellipsis"),
         )
     if more := len(now.workers) - len(shown):
         table.add_row("", Text(f"and {more} more", style="dim"), "", "", "")
@@ -120,7 +120,8 @@ def one_line(now: Snapshot) -> str:
         parts.append(f"{now.samples_per_s:,.0f} samples/s")
     if now.eta_s is not None:
         parts.append(f"{clock(now.eta_s)} left")
-    parts.append(f"workers {' '.join(str(w.worker) for w in now.workers if w.state == 'training')}")
+    training = [str(w.worker) for w in now.workers if w.state == "training"]
+    parts.append(f"workers {' '.join(training) or 'none'}")
     if now.checkpoint is not None:
         parts.append(f"saved {now.checkpoint}")
     return "  ".join(parts)

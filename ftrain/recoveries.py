@@ -95,7 +95,8 @@ def _recovery(
     before = session.commits[at - 1] if at else None
     had_state = set(before.workers) if before else set()
     until = went_on.t if went_on else float("inf")
-    ended = {e["worker"] for e in session.named("worker_exited") if event.t <= e.t <= until}
+    since = min(event.t, before.t) if before else event.t  # several may have died at once
+    ended = {e["worker"] for e in session.named("worker_exited") if since <= e.t <= until}
     return Recovery(
         worker=worker,
         incarnation=_incarnation(session, i, worker),

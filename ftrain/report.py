@@ -123,7 +123,7 @@ def _rate(records: Records, start: float) -> list[list[float]]:
     if len(commits) < 2:
         return []
     first, last = commits[0].t, commits[-1].t
-    width = max((last - first) / (POINTS / 2), 0.5)
+    width = max((last - first) / (POINTS / 2), 1.0)
     sizes = [0.0] * (math.ceil((last - first) / width) + 1)
     for before, after in zip(commits, commits[1:], strict=False):
         taken = after.samples - before.samples

@@ -26,22 +26,23 @@ def read_status(run_dir: str) -> Snapshot:
     """
     now = time.time()
     live = _written(run_dir)
-    if live is not None and (live.state == "finished" or now - live.t < FRESH_S):
+    if live is not None and now - live.t < FRESH_S:
         return live
     board = Board(run_dir)
     records = read_records(run_dir)
     board.read(records)
-    pid = running_supervisor(run_dir)
-    last = records.sessions[-1]
-    snapshot = board.snapshot(now if pid is not None else last.last_t, pid=pid)
-    if last.finished is None and (pid is None or now - last.last_t > FRESH_S):
-        snapshot.state = "dead" if pid is None else "silent"
-        snapshot.reason = (
-            "the supervisor died; the same command continues"
-            if pid is None
-            else f"the supervisor (process {pid}) lives and has not written for "
-            f"{now - (live.t if live else last.last_t):.0f} s"
-        )
+    last, pid = records.sessions[-1], running_supervisor(run_dir)
+    snapshot = board.snapshot(last.last_t if pid is None else now, pid=pid)
+    snapshot.t = now  # so that what is told as past is so from here
+    if last.finished is None and pid is None:
+        snapshot.state, snapshot.samples_per_s, snapshot.eta_s = "dead", 0.0, None
+        snapshot.reason = "the supervisor died; the same command continues"
+        for worker in snapshot.workers:
+            worker.state, worker.pid = "down", None
+    elif last.finished is None and now - last.last_t > FRESH_S:
+        snapshot.state = "silent"
+        since = now - (live.t if live else last.last_t)
+        snapshot.reason = f"the supervisor (process {pid}) has not written for {since:.0f} s"
     return snapshot
 
 
@@ -49,7 +50,7 @@ def _written(run_dir: str) -> Snapshot | None:
     try:
         with open(os.path.join(run_dir, STATUS_FILE), encoding="utf-8") as file:
             return Snapshot.from_json(file.read())
-    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError):
         return None  # never written, or by another version
 
 

@@ -6,7 +6,8 @@ lineage   steps count up by one from 1. Where they do not, a checkpoint of the s
           alive; the lines say `rewound` up to the highest step that there had been. Lines that a
           supervisor took with it as it died are unknown: the restored checkpoint shows they were.
 cursor    a step takes `batch_size` samples, in order; fewer only where the last epoch ends
-members   who commits is one of the run's workers, alive, and there are `min_workers` of them
+members   who commits is one of the run's workers, alive, and there are `min_workers` of them; they
+          are the workers of the newest view
 digests   wherever a digest was due there is one, and all who committed the step reported the same;
           one that did not is replaced before the next step. Whoever died before its report leaves
           it unknown.
@@ -21,6 +22,7 @@ from collections.abc import Iterator
 from ftrain.findings import FAIL, NOTE, UNKNOWN, Finding
 from ftrain.records import Commit, Event, Records, Session
 
+CROSSED_S = 0.2  # by which the times of two workers' reports may be the wrong way round
 TOLD_S = 2.0  # by which the supervisor may hear of a death before the slowest member commits
 
 
@@ -129,7 +131,7 @@ def members(run: Records) -> Iterator[Finding]:
     """Who committed was a live worker, and there were enough."""
     for session in run.sessions:
         cluster = session.config["cluster"]
-        lives = _lives(session)
+        lives, views = _lives(session), _Views(session)
         for commit in session.commits:
             for worker in commit.workers:
                 if not 0 <= worker < cluster["workers"]:
@@ -137,6 +139,9 @@ def members(run: Records) -> Iterator[Finding]:
                     yield _members(what, commit, worker)
                 elif not _lives_at(lives[worker], commit.t):
                     yield _members(f"worker {worker} committed it and was dead", commit, worker)
+            if not views.has(commit):
+                names = " ".join(map(str, commit.workers))
+                yield _members(f"workers {names} committed it, and that was no view then", commit)
             if len(commit.workers) < cluster["min_workers"]:
                 n = len(commit.workers)
                 yield _members(
@@ -157,6 +162,21 @@ def _lives(session: Session) -> dict[int, list[float]]:
 def _lives_at(turns: list[float], t: float) -> bool:
     # An odd number of turns have come: it has started. Its end is seen before it is told by all.
     return any(bisect.bisect_right(turns, at) % 2 == 1 for at in (t, t - TOLD_S))
+
+
+class _Views:
+    """The sets of workers that trained, and when each began."""
+
+    def __init__(self, session: Session):
+        views = sorted((e.t, tuple(e["workers"])) for e in session.named("view_changed"))
+        self._times = [t for t, _ in views]
+        self._workers = [workers for _, workers in views]
+
+    def has(self, commit: Commit) -> bool:
+        """Whether its workers were the view then."""
+        first = bisect.bisect_right(self._times, commit.t - CROSSED_S) - 1
+        last = bisect.bisect_right(self._times, commit.t + CROSSED_S)
+        return commit.workers in self._workers[max(0, first) : last]
 
 
 def _members(what: str, commit: Commit, worker: int | None = None) -> Finding:

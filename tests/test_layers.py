@@ -244,7 +244,17 @@ def loaded_after(statement: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["ftrain", "ftrain.supervisor", "ftrain.cli", "ftrain.user_code", "ftrain.config"]
+    "module",
+    [
+        "ftrain",
+        "ftrain.supervisor",
+        "ftrain.cli",
+        "ftrain.user_code",
+        "ftrain.config",
+        "ftrain.verify",
+        "ftrain.report",
+        "ftrain.status",
+    ],
 )
 def test_importing_the_process_side_loads_no_jax(module):
     """In a real interpreter, whatever the sources look like."""
