@@ -9,7 +9,14 @@ import time
 from http.server import ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, MetricsHandler
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    MetricsHandler,
+    disable_created_metrics,
+)
 
 from ftrain.goodput import PARTS, Goodput
 from ftrain.records import commit_of, event_of
@@ -26,6 +33,7 @@ class Prometheus:
     """Serves `/metrics` on a socket that listens already; a sink, see `sink_process`."""
 
     def __init__(self, config: Config, listener: socket.socket):
+        disable_created_metrics()  # a second series beside each counter, which nobody asks for
         self._training: set[int] = set()
         self._hung: set[int] = set()
         self._down: dict[int, float] = {}  # worker -> when it ended
