@@ -36,7 +36,13 @@ def panel(now: Snapshot) -> RenderableType:
     head.add_row(
         Text(now.state, style=f"bold {_colour(now.state)}"),
         f"step {_of(now)}",
-        ProgressBar(total=now.target or 1, completed=now.step, width=20),
+        ProgressBar(
+            total=now.target or 1,
+            completed=now.step,
+            width=20,
+            complete_style=_colour(now.state),
+            finished_style="green",
+        ),
         *([f"{clock(now.eta_s)} left"] if now.eta_s is not None else []),
     )
     lines: list[Any] = [head, Text("  ".join(_facts(now)), overflow="ellipsis", no_wrap=True)]

@@ -27,6 +27,7 @@ from ftrain.records import read_records
 from ftrain.verify import verify
 from tests.runs import Run, running
 
+START_S = 600.0
 SETS = ("epochs=1000000", "restart.max_failures=1000")
 
 
@@ -35,7 +36,7 @@ def train(run_dir: Path, arguments: argparse.Namespace, draw: random.Random | No
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     with running(arguments.config, run_dir, *SETS, *arguments.set) as run:
-        run.wait_for_step(1)
+        run.wait_until("step 1", run.metrics, START_S)
         first = run.metrics()[0]
         end = first["t"] + arguments.seconds
         while draw is not None and time.time() + arguments.every_s < end:
