@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from ftrain.beat import Beat
 from ftrain.config import Config
 from ftrain.profiling import Profiler
@@ -62,6 +64,7 @@ def test_a_run_leaves_a_trace_of_one_worker(tmp_path):
     assert len(traces(run.run_dir)) == 1
 
 
+@pytest.mark.slow
 def test_a_death_during_it_costs_the_trace_alone(tmp_path):
     """The worker that traces is killed: the others go on, and no one begins another."""
     sets = ["steps=120", "profile.step=10", "profile.steps=90", "cluster.workers=2"]
