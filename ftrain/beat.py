@@ -35,9 +35,12 @@ PHASES = (
     "evaluate",  # a part of an evaluation
     "save",  # at the end: the last checkpoint is being written
     "pause",  # too few workers
+    "profile",  # the profiler starts, or stops and writes its trace
 )
 WAITING = frozenset({"barrier", "settle", "sync", "compare", "reduce"})  # a culprit is elsewhere
-UNHURRIED = frozenset({"connect", "compile", "restore", "save"})  # long without being stuck
+UNHURRIED = frozenset(
+    {"connect", "compile", "restore", "save", "profile"}
+)  # long without being stuck
 UNTIMED = frozenset({"start", "ready", "pause"})  # others see to these
 
 _LAYOUT = struct.Struct("<qqqd")  # round, step, phase, since

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ftrain.chaos.command import add_arguments
 from ftrain.config import Config, changed_keys, continue_problems, load_config, read_resolved
 from ftrain.environment import resolve_platform, worker_environment
 from ftrain.errors import (
@@ -87,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         ("run", _run, "train, or continue; workers may die"),
         ("check", _check, "do all that a start does, without starting"),
         ("debug", _debug, "one worker in the foreground, for breakpoint() and profilers"),
+        ("chaos", _chaos, "run under faults, heal, and judge what became of the run"),
     ):
         sub = commands.add_parser(name, help=text, description=text)
         sub.add_argument("config", metavar="CONFIG", help="a YAML file, see configs/")
@@ -99,6 +101,9 @@ def _parser() -> argparse.ArgumentParser:
         )
         sub.add_argument("--run-dir", metavar="DIR", help="replace run_dir")
         sub.set_defaults(command=_on_config, action=command)
+        if command is _chaos:
+            add_arguments(sub)
+            sub.set_defaults(command=_chaos)
     for reader in RUN_DIR_COMMANDS:
         sub = commands.add_parser(reader.name, help=reader.help, description=reader.help)
         sub.add_argument("run_dir", metavar="RUN_DIR", help="the run_dir of an `ftrain run`")
@@ -127,6 +132,7 @@ def _run(config: Config, base: str, platform: str) -> int:
     from ftrain.events import EventLog
     from ftrain.run_lock import RunLock
     from ftrain.screen import Screen
+    from ftrain.sinks import Sinks
     from ftrain.supervisor import Supervisor
 
     if config.init_from.path and not _has_checkpoints(config):
@@ -141,12 +147,13 @@ def _run(config: Config, base: str, platform: str) -> int:
             f"set a larger `{'steps' if config.epochs is None else 'epochs'}` to train on\n"
         )
         return EXIT_OK
+    sinks = Sinks(config, base)
     log = EventLog(config.run_dir)
     log("run_started", config=config.model_dump(), changed=changed)
     screen = Screen()
     try:
         return Supervisor(
-            config, base=base, platform=platform, lock=lock, log=log, screen=screen
+            config, base=base, platform=platform, lock=lock, log=log, screen=screen, sinks=sinks
         ).run()
     finally:
         screen.close()
@@ -214,6 +221,13 @@ def _check(config: Config, base: str, platform: str) -> int:
 
 def _debug(config: Config, base: str, platform: str) -> int:
     return _replace_by("ftrain.debug", config, base, platform)
+
+
+def _chaos(arguments: argparse.Namespace) -> int:
+    from ftrain.chaos.command import chaos
+
+    check_versions()
+    return chaos(load_config(arguments.config, arguments.set, arguments.run_dir), arguments)
 
 
 def _replace_by(module: str, config: Config, base: str, platform: str) -> int:

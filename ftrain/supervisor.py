@@ -27,6 +27,7 @@ from ftrain.recorder import Recorder
 from ftrain.records import commit_of, event_of, read_records
 from ftrain.run_lock import RunLock
 from ftrain.screen import Screen
+from ftrain.sinks import CLOSE_S, Sinks
 from ftrain.slots import COORDINATOR, Slot
 from ftrain.story import Story
 from ftrain.verdict import Verdict, by_agreement, refused
@@ -38,6 +39,8 @@ STATUS_EVERY_S = 1.0
 REFUSED_WAIT_S = 3.0  # for the other workers to say that they fail in the same way
 SURVIVORS_FIRST_S = 0.5  # how long a replacement waits for the others' next commit
 COORDINATOR_EXIT_S = 5.0  # for it to end by itself
+FENCE_TIMEOUT_S = 10.0  # for the coordinator to acknowledge; it takes milliseconds
+STOP_RESERVE_S = 2.0  # of grace_s, for ending processes after the save
 
 
 class Supervisor:
@@ -52,9 +55,10 @@ class Supervisor:
         lock: RunLock,
         log: EventLog,
         screen: Screen,
+        sinks: Sinks,
     ):
         self._config, self._base, self._platform = config, base, platform
-        self._lock, self._log, self._screen = lock, log, screen
+        self._lock, self._log, self._screen, self._sinks = lock, log, screen, sinks
         self._env = worker_environment(config, platform, os.environ)
         self._story = Story(screen, config)
         self._board = Board(config.run_dir)
@@ -85,19 +89,30 @@ class Supervisor:
         """Runs to the end and returns the exit code."""
         adopt_orphans()
         with self._ears.signals(self._on_signal):
+            if "FTRAIN_CHAOS" in os.environ:
+                from ftrain.chaos.hook import FaultFeed
+
+                FaultFeed(self._ears, self._log, self._screen.line)
             self._start_template()
             self._start_coordinator()
+            self._sinks.start(self._ears, self._logs, self._screen.line)
             while self._verdict is None:
                 self._ears.wait(TICK_S)
                 self._tick()
             self._shut_down()
         code, reason = self._verdict
         self._recorder.close()
-        self._logs.close()
         self._log("run_finished", step=self._recorder.step, exit_code=code, reason=reason)
         self._show(live=False)
         self._story.finished(code, reason)
+        self._sinks.close(self._time_for_sinks_s())
+        self._logs.close()
         return code
+
+    def _time_for_sinks_s(self) -> float:
+        """What a stop has left of `grace_s`, or as long as it takes within reason."""
+        left_s = self._stop_deadline + STOP_RESERVE_S / 2 - time.monotonic()
+        return max(STOP_RESERVE_S / 4, min(CLOSE_S, left_s))
 
     def _end(self, code: int, reason: str) -> None:
         if self._verdict is None:
@@ -111,7 +126,7 @@ class Supervisor:
             self._end(EXIT_TRY_AGAIN, f"{name} again: stopped at once")
             return
         self._stop_signal = name
-        self._stop_deadline = time.monotonic() + max(1.0, self._config.grace_s - 2.0)
+        self._stop_deadline = time.monotonic() + max(1.0, self._config.grace_s - STOP_RESERVE_S)
         self._screen.line(f"{name}: stopping after this step; a second one stops at once")
         self._pass_on_stop()
 
@@ -344,7 +359,7 @@ class Supervisor:
             "worker_exited", worker=slot.worker, pid=child.pid, **ended.fields(), reason=cause
         )
         if self._coordinator is not None:
-            slot.fencing = True
+            slot.fencing, slot.fence_by = True, time.monotonic() + FENCE_TIMEOUT_S
             self._coordinator.send(f"group {child.pid} -")
             self._coordinator.send(f"fence {slot.worker}")
         if slot.left is None and self._verdict is None:
@@ -407,10 +422,12 @@ class Supervisor:
                 self._generation += 1
                 self._first_ready_at = None
                 self._start_coordinator()
+        self._end_deaf_coordinator(now)
         reap_strays(self._known_pids())
         self._start_due()
         self._let_go()
         self._warden.tick(now, self._coordinator)
+        self._sinks.tick(now)
         self._judge(now)
         if now > self._shown_at + STATUS_EVERY_S:
             self._shown_at = now
@@ -423,6 +440,17 @@ class Supervisor:
         snapshot.write()
         if live:
             self._screen.status(snapshot)
+
+    def _end_deaf_coordinator(self, now: float) -> None:
+        """One that is stopped or stuck ends its workers, and none could ever be replaced."""
+        if self._coordinator is not None and any(
+            s.fencing and now > s.fence_by for s in self._slots
+        ):
+            self._screen.line(
+                "the coordinator has not acknowledged a fence for "
+                f"{FENCE_TIMEOUT_S:.0f} s; ending it"
+            )
+            self._coordinator.kill()
 
     def _judge(self, now: float) -> None:
         """Whether the run is over, and how."""
@@ -452,7 +480,7 @@ class Supervisor:
 
     def _known_pids(self) -> set[int]:
         children = [s.child for s in self._slots] + [self._coordinator, self._template.child]
-        return {child.pid for child in children if child is not None}
+        return {child.pid for child in children if child is not None} | self._sinks.pids()
 
     def _shut_down(self) -> None:
         """Nothing is left running when this returns."""
@@ -468,4 +496,4 @@ class Supervisor:
             self._coordinator.reap(kill=True)
             self._ears.hear_out(self._coordinator)
         self._end_template()
-        kill_strays(set())
+        kill_strays(self._sinks.pids())

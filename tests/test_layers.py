@@ -18,7 +18,11 @@ import pytest
 from tests.runs import REPOSITORY, environment
 
 PACKAGE = REPOSITORY / "ftrain"
-MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
+MODULES = sorted(
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    for path in PACKAGE.rglob("*.py")
+    if path.stem != "__init__"
+)
 
 # From the ground up: a module imports only from layers before its own.
 LAYERS = [
@@ -61,11 +65,25 @@ LAYERS = [
         "ears",
         "verdict",
         "target",
+        "following",
+        "chaos.hook",
+        "chaos.network",
+        "chaos.orders",
     ],
-    ["mesh", "digests", "transfer", "replicas", "initial", "loss", "records"],
+    [
+        "mesh",
+        "digests",
+        "transfer",
+        "replicas",
+        "initial",
+        "loss",
+        "records",
+        "chaos.disk",
+        "chaos.plan",
+    ],
     ["reduction", "contribution"],
     ["update", "explain"],
-    ["sync", "identity", "recoveries", "step_rules"],
+    ["sync", "identity", "recoveries", "step_rules", "chaos.live"],
     [
         "config",
         "recorder",
@@ -77,15 +95,19 @@ LAYERS = [
         "evaluation",
         "membership",
         "fault_rules",
+        "profiling",
+        "tensorboard",
+        "sinks",
+        "chaos.faults",
         "goodput",
         "lanes",
         "snapshot",
     ],
-    ["admission", "load", "verify", "board", "panel"],
+    ["admission", "load", "verify", "board", "panel", "prometheus"],
     ["sources", "screen", "status", "report"],
     ["init_from"],
-    ["environment", "loop", "worker"],
-    ["supervisor", "check", "debug", "template", "checkpoints"],
+    ["environment", "loop", "worker", "chaos.command"],
+    ["supervisor", "check", "debug", "template", "checkpoints", "sink_process"],
     ["cli"],
 ]
 
@@ -96,6 +118,9 @@ PROCESS_SIDE = set(
     verdict stacks warden target match pretrained checkpoints
     findings records recoveries step_rules fault_rules verify goodput
     snapshot board panel status lanes report
+    sinks sink_process prometheus tensorboard following
+    chaos.hook chaos.plan chaos.network chaos.disk chaos.orders chaos.live chaos.faults
+    chaos.command
 """.split()
 )
 DEVICE_PACKAGES = {"jax", "jaxlib", "flax", "optax"}
@@ -107,7 +132,7 @@ INTERNALS = ("jax.distributed", "jax._src", "jaxlib", "jax.experimental.multihos
 
 @cache
 def tree(module: str) -> ast.Module:
-    return ast.parse((PACKAGE / f"{module}.py").read_text())
+    return ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text())
 
 
 def names_of(node: ast.AST) -> Iterator[str]:
@@ -140,12 +165,8 @@ def imports(module: str) -> set[str]:
 
 def own_imports(module: str) -> set[str]:
     """The modules of ftrain that `module` imports at its own import."""
-    found = {
-        name.removeprefix("ftrain.").split(".")[0]
-        for name in imports(module)
-        if name.startswith("ftrain.")
-    }
-    return found & set(MODULES)
+    asked = {name.removeprefix("ftrain.") for name in imports(module) if name.startswith("ftrain.")}
+    return {m for m in MODULES if any(a == m or a.startswith(m + ".") for a in asked)}
 
 
 def reached(module: str) -> set[str]:
