@@ -65,7 +65,7 @@ def _run(config: Config, base: str, platform: str) -> int:
 
     os.makedirs(config.run_dir, exist_ok=True)
     lock = RunLock(config.run_dir)
-    changed = _continue(config)
+    continues, changed = _continue(config)
     done = _finished_step(config)
     if done is not None:
         sys.stdout.write(
@@ -73,12 +73,19 @@ def _run(config: Config, base: str, platform: str) -> int:
             f"set a larger `{'steps' if config.epochs is None else 'epochs'}` to train on\n"
         )
         return EXIT_OK
+    _write_down(config)
     log = EventLog(config.run_dir)
     log("run_started", config=config.model_dump(), changed=changed)
     screen = Screen()
     try:
         return Supervisor(
-            config, base=base, platform=platform, lock=lock, log=log, screen=screen
+            config,
+            base=base,
+            platform=platform,
+            lock=lock,
+            log=log,
+            screen=screen,
+            continues=continues,
         ).run()
     finally:
         screen.close()
@@ -90,21 +97,38 @@ def _target(config: Config) -> str:
     return f"{config.epochs} epoch{'s' * (config.epochs > 1)}"
 
 
-def _continue(config: Config) -> dict[str, list]:
-    """Checks the config against the one the run began with, and writes the resolved one down."""
+def _continue(config: Config) -> tuple[bool, dict[str, list]]:
+    """Whether there is a run to continue, and what of its config has changed.
+
+    Raises:
+      ConfigError: it cannot be continued with this config, or is not known to be this one's.
+    """
     path = os.path.join(config.run_dir, "config.yaml")
-    changed = {}
     if os.path.exists(path):
         old = read_resolved(path)
         problems = continue_problems(old, config)
         if problems:
             raise ConfigError(*problems)
-        changed = changed_keys(old, config)
+        return True, changed_keys(old, config)
+    from ftrain.retention import checkpoint_folder, steps_in
+
+    folder = checkpoint_folder(config.run_dir)
+    if steps := steps_in(folder):
+        raise ConfigError(
+            f"{folder} has steps {', '.join(map(str, steps))}, and {path}, which would say of what "
+            "run, is not there; give another folder with --run-dir, move checkpoints away to start "
+            "afresh, or to continue from them put their run's config.yaml there"
+        )
+    return False, {}
+
+
+def _write_down(config: Config) -> None:
+    """The resolved config, for who continues the run."""
+    path = os.path.join(config.run_dir, "config.yaml")
     part = path + ".part"
     with open(part, "w", encoding="utf-8") as file:
         file.write(config.to_yaml())
     os.replace(part, path)
-    return changed
 
 
 def _finished_step(config: Config) -> int | None:

@@ -63,12 +63,16 @@ class Digests:
 
     def __call__(self, state: Committed) -> bytes:
         """The digest of a state on this worker's device. Waits for it."""
+        return self.begin(state)()
+
+    def begin(self, state: Committed) -> Callable[[], bytes]:
+        """Has the device compute it; what is returned waits for it."""
         # Among other leaves a program may want int4 packed, which no array here is (jax 0.10.2).
         leaves = list(state.leaves)
         for i in self._sharing:
             leaves[i] = leaves[i].astype(jnp.int8)
-        sums = np.asarray(self._program(leaves))
-        return _finish(self._lines, state.step, state.cursor, sums)
+        sums, step, cursor = self._program(leaves), state.step, state.cursor
+        return lambda: _finish(self._lines, step, cursor, np.asarray(sums))
 
 
 def _shares_bytes(leaf: Any) -> bool:

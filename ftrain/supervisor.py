@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from ftrain import restart
@@ -21,13 +22,15 @@ from ftrain.environment import own_environment, worker_environment
 from ftrain.errors import EXIT_GAVE_UP, EXIT_TRY_AGAIN, RestartLimitError
 from ftrain.events import EventLog
 from ftrain.forking import Template
+from ftrain.keeper import Keeper
+from ftrain.memory_tier import memory_folders, remove_all, settle_folder, sweep
 from ftrain.processes import Child, Ends, adopt_orphans, kill_strays, launch, reap_strays
 from ftrain.recorder import Recorder
 from ftrain.run_lock import RunLock
 from ftrain.screen import Screen
 from ftrain.slots import COORDINATOR, Slot
 from ftrain.story import Story
-from ftrain.verdict import Verdict, by_agreement, refused
+from ftrain.verdict import Verdict, by_agreement, not_saved_in_time, refused
 from ftrain.warden import Warden
 from ftrain.worker_logs import Logs
 
@@ -49,9 +52,11 @@ class Supervisor:
         lock: RunLock,
         log: EventLog,
         screen: Screen,
+        continues: bool = True,
     ):
         self._config, self._base, self._platform = config, base, platform
         self._lock, self._log, self._screen = lock, log, screen
+        self._continues = continues  # or it is a new run
         self._env = worker_environment(config, platform, os.environ)
         self._story = Story(screen, config)
         self._recorder = Recorder(config.run_dir, log, self._on_fact)
@@ -70,6 +75,19 @@ class Supervisor:
         self._first_ready_at: float | None = None
         self._refused_at: float | None = None
         self._warden = Warden(self._slots, config.cluster, log, self._logs, self._story)
+        self._keeper = Keeper(
+            config,
+            os.environ,
+            lock.fileno(),
+            ears=self._ears,
+            log=log,
+            logs=self._logs,
+            record=lambda record: self._recorder.take(COORDINATOR, record, self._generation),
+            tell=self._tell_workers,
+        )
+        self._memory = [
+            str(f) for f in memory_folders(config.run_dir, config.checkpoint.memory_folder)
+        ]
         self._stop_signal = ""
         self._stop_deadline = float("inf")
         self._verdict: Verdict | None = None  # once decided
@@ -77,6 +95,7 @@ class Supervisor:
     def run(self) -> int:
         """Runs to the end and returns the exit code."""
         adopt_orphans()
+        self._begin_memory()
         with self._ears.signals(self._on_signal):
             self._start_template()
             self._start_coordinator()
@@ -84,16 +103,31 @@ class Supervisor:
                 self._ears.wait(TICK_S)
                 self._tick()
             self._shut_down()
-        code, reason = self._verdict
-        self._recorder.close()
-        self._logs.close()
-        self._log("run_finished", step=self._recorder.step, exit_code=code, reason=reason)
-        self._story.finished(code, reason)
+            code, reason = self._verdict
+            if self._keeper.is_durable(self._recorder.step):
+                remove_all(self._config.run_dir, self._config.checkpoint.memory_folder)
+            self._recorder.close()
+            self._logs.close()
+            self._log("run_finished", step=self._recorder.step, exit_code=code, reason=reason)
+            self._story.finished(code, reason)
         return code
 
     def _end(self, code: int, reason: str) -> None:
         if self._verdict is None:
             self._verdict = Verdict(code, reason)
+
+    def _begin_memory(self) -> None:
+        """What earlier processes left in the memory tier: of this run to be used, of others not."""
+        sweep()
+        if not self._continues:
+            remove_all(self._config.run_dir, self._config.checkpoint.memory_folder)
+        for folder in self._memory:
+            settle_folder(Path(folder))
+
+    def _tell_workers(self, line: str) -> None:
+        for slot in self._slots:
+            if slot.child is not None and slot.going:
+                slot.child.send(line)
 
     # Signals.
 
@@ -229,6 +263,7 @@ class Supervisor:
             "address": self._address,
             "platform": self._platform,
             "base": self._base,
+            "memory": self._memory,
             "parent": os.getpid(),
         }
         own = own_environment(self._env, self._platform, slot.worker, slot.incarnation)
@@ -292,8 +327,12 @@ class Supervisor:
                 slot.local_error = record
             case "gave_up":
                 self._end(EXIT_GAVE_UP, record["reason"])
+            case "snapshot" | "snapshot_failed":
+                self._keeper.take(record)
             case kind:
                 slot.commits += kind == "commit"
+                if kind in ("checkpoint_restored", "checkpoint_skipped"):
+                    self._keeper.note_restore(record)
                 self._recorder.take(slot.worker, record, self._generation)
 
     def _on_fact(self, kind: str, fields: dict[str, Any]) -> None:
@@ -317,6 +356,8 @@ class Supervisor:
                 f"go {self._generation}-{going[0].incarnation}-{going[0].worker} "
                 + " ".join(str(s.worker) for s in going)
             )
+            for words in self._keeper.words_for_a_new_worker():
+                slot.child.send(words)
 
     def _on_worker_exit(self, slot: Slot) -> None:
         """Its process has ended: reap it, have it fenced, and decide about its replacement."""
@@ -399,6 +440,9 @@ class Supervisor:
         reap_strays(self._known_pids())
         self._start_due()
         self._let_go()
+        if self._recorder.committed:
+            self._keeper.prepare()
+        self._keeper.tick(now)
         self._warden.tick(now, self._coordinator)
         self._judge(now)
         self._story.tick(
@@ -420,19 +464,20 @@ class Supervisor:
             if len(records) == len(self._slots) or now - self._refused_at > REFUSED_WAIT_S:
                 self._end(*refused(records, len(self._slots)))
         if reasons and not alive:
-            self._end(*by_agreement(reasons[0], self._recorder.step, self._stop_signal))
+            why = self._stop_signal or self._keeper.stops_run
+            self._end(*by_agreement(reasons[0], self._recorder.step, why))
         if self._stop_signal and not alive and not reasons:
             self._end(EXIT_TRY_AGAIN, f"{self._stop_signal}, nobody was there to save")
         if now > self._stop_deadline:
             self._end(
-                EXIT_TRY_AGAIN,
-                f"{self._stop_signal}, not saved within grace_s={self._config.grace_s:g}",
+                *not_saved_in_time(self._stop_signal, self._config.grace_s, self._keeper.error)
             )
 
     # The end.
 
     def _known_pids(self) -> set[int]:
         children = [s.child for s in self._slots] + [self._coordinator, self._template.child]
+        children.append(self._keeper.child)
         return {child.pid for child in children if child is not None}
 
     def _shut_down(self) -> None:
@@ -448,5 +493,6 @@ class Supervisor:
             self._coordinator.wait(COORDINATOR_EXIT_S)
             self._coordinator.reap(kill=True)
             self._ears.hear_out(self._coordinator)
+        self._keeper.close()
         self._end_template()
         kill_strays(set())

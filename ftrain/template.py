@@ -53,10 +53,11 @@ def preload(trainer: str, base: str) -> dict[str, Any]:
       `files`: the user's files that were imported, with their modification times;
       `unfit`: why no worker may be forked from here, or "".
     """
-    import ftrain.checkpoint
     import ftrain.loop
     import ftrain.membership
+    import ftrain.restore
     import ftrain.runtime
+    import ftrain.saving
     import ftrain.trainer  # noqa: F401
 
     try:

@@ -368,7 +368,9 @@ def test_defaults_are_those_of_the_design():
         "cluster:\n  workers: 1\n  min_workers: 1\n  platform: auto\n  start_timeout_s: 120.0\n"
         "  heartbeat_timeout_s: 10.0\n  hang_timeout_s: 60.0\n  below_min_timeout_s: 600.0\n"
         "restart:\n  max_failures: 10\n  renew_after_steps: 10\n  backoff_s: 0.5\n"
-        "  backoff_max_s: 30.0\ncheckpoint:\n  every_steps: 100\n  keep: 3\n"
+        "  backoff_max_s: 30.0\ncheckpoint:\n  every_steps: 100\n  every_s: null\n  keep: 3\n"
+        "  keep_every: null\n  keep_best: null\n  memory_every_s: 5.0\n  memory_folder: auto\n"
+        "  on_save_error: continue\n"
         "grace_s: 25.0\ndigest_every_steps: 100\ncompile_cache: auto\n"
     )
 

@@ -31,6 +31,7 @@ LAYERS = [
         "tcp_sockets",
         "compile_lock",
         "processes",
+        "memory_tier",
         "screen",
         "tree",
         "worker_logs",
@@ -59,9 +60,10 @@ LAYERS = [
         "ears",
         "verdict",
         "target",
+        "snapshots",
     ],
-    ["reduction", "digests", "replicas"],
-    ["sync", "identity"],
+    ["reduction", "digests", "replicas", "retention"],
+    ["sync", "identity", "checkpoint"],
     [
         "config",
         "recorder",
@@ -69,7 +71,10 @@ LAYERS = [
         "warden",
         "trainer",
         "step",
-        "checkpoint",
+        "restore",
+        "saving",
+        "saver",
+        "keeper",
         "evaluation",
         "membership",
     ],
@@ -77,13 +82,14 @@ LAYERS = [
     ["environment", "loop", "worker"],
     ["supervisor", "check", "debug", "template"],
     ["cli"],
+    ["__main__"],
 ]
 
 PROCESS_SIDE = set(
     """
     cli supervisor restart recorder story screen slots processes run_lock watchdog events config
     errors yaml_lines environment user_code beat versions worker_logs forking ears
-    verdict stacks warden target
+    __main__ verdict stacks warden target keeper memory_tier retention
 """.split()
 )
 DEVICE_PACKAGES = {"jax", "jaxlib", "flax", "optax"}
@@ -241,7 +247,9 @@ def test_the_command_line_loads_no_jax_when_it_refuses():
 
 def test_a_worker_s_imports_load_nothing_slow():
     """What a `linear` worker imports before its first commit: neither Orbax nor grain nor flax."""
-    statement = "import ftrain.loop, ftrain.membership, ftrain.checkpoint, ftrain.worker"
+    statement = (
+        "import ftrain.loop, ftrain.membership, ftrain.saving, ftrain.restore, ftrain.worker"
+    )
     assert loaded_after(statement) & HEAVY_PACKAGES == set()
 
 

@@ -24,6 +24,7 @@ EVENT_FIELDS = {
     "view_changed": {"workers", "step"},
     "state_synced": {"worker", "donor", "step", "bytes", "seconds", "digest"},
     "evaluated": {"step", "metrics", "seconds"},
+    "saver_started": {"pid"},
     "checkpoint_saved": {"step", "seconds", "tier"},
     "digest_agreed": {"step", "workers", "digest"},
     "run_finished": {"step", "exit_code", "reason"},
