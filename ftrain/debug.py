@@ -75,7 +75,7 @@ class Foreground:
         try:
             self._writer.save(Path(path), digest)
         except (OSError, ValueError, RuntimeError, FtrainError) as error:
-            self._failed(step, digest, told_of(error, path))
+            self._failed(step, digest, told_of(error, self._writer.folder / str(step)))
         else:
             seconds = time.monotonic() - started
             self._take("checkpoint_saved", step=step, tier="disk", seconds=seconds)

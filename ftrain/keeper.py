@@ -1,7 +1,7 @@
 """The supervisor's side of saving: starts the saver, hands it snapshots, tells the workers.
 
-At most one save is under way and one waits, the newest; training never waits for either. If the
-saver dies, that save is begun again by another.
+One save is under way and the newest two wait; training waits for none of them. If the saver dies,
+another begins with the newest that is wanted.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ftrain.processes import Child, launch
+from ftrain.processes import Child, Ends, launch
 from ftrain.retention import Place
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from ftrain.events import EventLog
     from ftrain.worker_logs import Logs
 
+WAITING = 2  # snapshots, each with the state's bytes in memory
 ATTEMPTS = 3  # savers that one save may cost
 SLOWEST_BYTES_S = 5e6  # beyond this and the patience below it is stuck
 PATIENCE_S = 120.0
@@ -40,6 +42,7 @@ class Keeper:
       config: the run's.
       env: of the supervisor; the saver computes on the CPU alone.
       lock_fd: the run's lock, which the saver holds too: no other run begins beside it.
+      fork: makes a saver from the template, whose imports are done; None if it cannot.
       ears: hear it.
       log: the run's events.
       logs: what it prints.
@@ -52,6 +55,7 @@ class Keeper:
         config: Config,
         env: Mapping[str, str],
         lock_fd: int,
+        fork: Callable[[dict[str, Any], Mapping[str, str], int, Ends], int | None],
         *,
         ears: Ears,
         log: EventLog,
@@ -59,14 +63,15 @@ class Keeper:
         record: Callable[[dict[str, Any]], None],
         tell: Callable[[str], None],
     ):
-        self._config, self._lock_fd = config, lock_fd
-        self._env = {**env, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "XLA_FLAGS": ""}
+        self._config, self._lock_fd, self._fork = config, lock_fd, fork
+        self._own_env = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "XLA_FLAGS": ""}
+        self._env = {**env, **self._own_env}
         self._ears, self._log, self._logs = ears, log, logs
         self._record, self._tell = record, tell
         self.child: Child | None = None
         self._place = Place.of(config.run_dir)
         self._now: _Save | None = None  # under way
-        self._next: _Save | None = None
+        self._waiting: list[_Save] = []
         self._attempts = 0  # at the one under way
         self._stuck = ""  # why its saver was ended
         self._since = 0.0  # time.monotonic() when it began
@@ -115,8 +120,11 @@ class Keeper:
             self._tell_durable()  # asked for again by one who has not heard
         elif self._now is None:
             self._begin(save)
-        elif self._now.digest != save.digest:
-            self._next = save  # one that waited is passed over; the newest counts
+        elif save.digest not in {s.digest for s in (self._now, *self._waiting)}:
+            self._waiting.append(save)
+            for old in self._waiting[:-WAITING]:
+                Path(old.path).unlink(missing_ok=True)  # passed over: the newest count
+            self._waiting = self._waiting[-WAITING:]
 
     # The saver.
 
@@ -126,20 +134,27 @@ class Keeper:
             self._start()
 
     def _start(self) -> None:
-        argv = [sys.executable, "-m", "ftrain.saver", "{control}"]
-        child = self.child = Child(lambda ends: launch(argv, self._env, ends, [self._lock_fd]))
         rules = self._config.checkpoint
-        self._send(
-            {
-                "run_dir": self._config.run_dir,
-                "place": self._place,
-                "parent": os.getpid(),
-                "records_fd": child.records_fd,
-                "keep": rules.keep,
-                "keep_every": rules.keep_every,
-                "keep_best": rules.keep_best,
-            }
-        )
+        job = {
+            "run_dir": self._config.run_dir,
+            "place": self._place,
+            "parent": os.getpid(),
+            "keep": rules.keep,
+            "keep_every": rules.keep_every,
+            "keep_best": rules.keep_best,
+        }
+        launched = False
+
+        def begin(ends: Ends) -> int:
+            nonlocal launched
+            forked = self._fork({"saver": job}, self._own_env, self._lock_fd, ends)
+            launched = not forked
+            argv = [sys.executable, "-m", "ftrain.saver", "{control}"]
+            return forked or launch(argv, self._env, ends, [self._lock_fd])
+
+        child = self.child = Child(begin)
+        if launched:  # a forked one has been given its job
+            self._send({**job, "records_fd": child.records_fd})
         for step in self._bad:
             self._send({"bad": step})
         self._ears.hear(child, "stdout", self._logs.saver)
@@ -174,9 +189,8 @@ class Keeper:
         self._begin_next()
 
     def _begin_next(self) -> None:
-        if self._next is not None:
-            save, self._next = self._next, None
-            self._begin(save)
+        if self._waiting:
+            self._begin(self._waiting.pop(0))
 
     def _on_exit(self) -> None:
         """It died: what it was doing is begun again, or what is newer."""
@@ -187,11 +201,12 @@ class Keeper:
         self._log("saver_exited", pid=child.pid, **ended.fields())
         if self._now is None:
             return
-        if self._next is None and self._attempts < ATTEMPTS:
+        if not self._waiting and self._attempts < ATTEMPTS:
             self._begin(self._now)
             return
         lost, self._now = self._now, None
-        if self._next is None:
+        self._waiting = self._waiting[-1:]
+        if not self._waiting:
             how = ended.signal or f"exit code {ended.exit_code}"
             why = self._stuck or f"the saver died of {how} {ATTEMPTS} times; see logs/saver.log"
             self._failed(lost.step, lost.digest, why)

@@ -128,5 +128,9 @@ def _check_same_run(spec: StateSpec, dataset_length: int, meta: dict[str, Any]) 
         )
     if meta["dataset_length"] != dataset_length:
         raise StateMismatchError(
-            "len(dataset())", str(dataset_length), str(meta["dataset_length"]), donor=donor
+            "len(dataset())",
+            str(dataset_length),
+            str(meta["dataset_length"]),
+            worker="this trainer",
+            donor=donor,
         )

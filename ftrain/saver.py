@@ -18,12 +18,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ftrain.checkpoint import ALTERED, write_checkpoint
 from ftrain.digests import digest_of
 from ftrain.errors import told_of
-from ftrain.memory_tier import SAVE, snapshots_in
+from ftrain.memory_tier import SAVE
 from ftrain.retention import (
     MetricValues,
     Place,
@@ -61,9 +61,9 @@ class DiskWriter:
         self._keep, self._keep_every = keep, keep_every
         self._mode, _, metric = (keep_best or "").partition(" ")
         self._values = MetricValues(run_dir, metric) if metric else None
-        self._folder = checkpoint_folder(run_dir)
+        self.folder = checkpoint_folder(run_dir)
         self.bad: set[int] = set()
-        clean_up(self._folder)
+        clean_up(self.folder)
 
     def save(self, path: Path, digest: str) -> None:
         """Makes a snapshot a checkpoint; durable when this returns.
@@ -77,15 +77,15 @@ class DiskWriter:
         if not found == meta["digest"] == digest:
             raise ValueError(f"{path}: {ALTERED}")
         try:
-            write_checkpoint(self._folder / str(meta["step"]), meta, arrays)
+            write_checkpoint(self.folder / str(meta["step"]), meta, arrays)
         except BaseException:
-            clean_up(self._folder)  # or it takes the room that the next one needs
+            clean_up(self.folder)  # or it takes the room that the next one needs
             raise
         self.bad.discard(meta["step"])
         self._remove_old(meta["step"])
 
     def _remove_old(self, newest: int) -> None:
-        steps = steps_in(self._folder)
+        steps = steps_in(self.folder)
         best = None
         if self._values is not None:
             good = [s for s in steps if s <= newest and s not in self.bad]
@@ -98,7 +98,7 @@ class DiskWriter:
             best=best,
             bad=self.bad,
         ):
-            remove(self._folder / str(step))
+            remove(self.folder / str(step))
 
 
 def serve(writer: DiskWriter, lines: Any, report: Callable[..., None]) -> None:
@@ -113,30 +113,44 @@ def serve(writer: DiskWriter, lines: Any, report: Callable[..., None]) -> None:
         try:
             writer.save(path, order["digest"])
         except BaseException as error:  # noqa: BLE001  whatever Orbax raises: told, judged elsewhere
-            report("save_failed", **about, error=told_of(error, path))
+            report("save_failed", **about, error=told_of(error, writer.folder / str(step)))
         else:
             report("saved", **about, seconds=time.monotonic() - started)
             path.unlink(missing_ok=True)
-        for older, file in snapshots_in(path.parent):
-            if older < step and file.name.endswith(SAVE):
+        for file in path.parent.glob(f"*{SAVE}"):
+            if int(file.name.removesuffix(SAVE)) < step:
                 file.unlink(missing_ok=True)  # nobody waits for it any more
 
 
 def main() -> None:
-    """Takes its orders from the control pipe, whose descriptor is given in argv."""
+    """Takes its job and then its orders from the control pipe, whose descriptor is in argv."""
+    lines = os.fdopen(int(sys.argv[1]), encoding="utf-8")
+    job = json.loads(lines.readline())
+    work(job, lines, job.pop("records_fd"))
+
+
+def work(job: dict[str, Any], lines: Any, records_fd: int) -> NoReturn:
+    """Makes this process the saver, whether it was launched or forked.
+
+    Args:
+      job: `parent`, the supervisor's pid, and the arguments of `DiskWriter`.
+      lines: orders.
+      records_fd: for the answers.
+    """
+    import jax
+
     from ftrain.worker import Reporter, end_with_parent
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the supervisor decides when we end
-    lines = os.fdopen(int(sys.argv[1]), encoding="utf-8")
-    job = json.loads(lines.readline())
     end_with_parent(job.pop("parent"))
-    os.nice(NICENESS)
+    jax.config.update("jax_platforms", "cpu")  # Orbax opens a device, and it shall be no GPU
     import orbax.checkpoint  # noqa: F401  now, while nobody waits for it
 
-    report = Reporter(job.pop("records_fd"))
-    job["place"] = Place(*job["place"])
-    serve(DiskWriter(**job), lines, report)
+    os.nice(NICENESS)
+    place = Place(*job.pop("place"))
+    serve(DiskWriter(place=place, **job), lines, Reporter(records_fd))
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,7 @@ class Supervisor:
             config,
             os.environ,
             lock.fileno(),
+            self._fork_saver,
             ears=self._ears,
             log=log,
             logs=self._logs,
@@ -123,6 +125,11 @@ class Supervisor:
             remove_all(self._config.run_dir, self._config.checkpoint.memory_folder)
         for folder in self._memory:
             settle_folder(Path(folder))
+
+    def _fork_saver(
+        self, job: dict[str, Any], env: Mapping[str, str], lock_fd: int, ends: Ends
+    ) -> int | None:
+        return self._template.fork(job, env, lock_fd, ends) if self._template.usable else None
 
     def _tell_workers(self, line: str) -> None:
         for slot in self._slots:

@@ -306,4 +306,4 @@ def test_another_length_of_the_data_set_is_refused(run_dir):
     """The cursor would mean other samples; both lengths are named."""
     with pytest.raises(StateMismatchError) as caught:
         restore(run_dir, weights(1)[0], dataset_length=961)
-    assert "len(dataset()): this worker has 961, checkpoint 200 has 960" in str(caught.value)
+    assert "len(dataset()): this trainer has 961, checkpoint 200 has 960" in str(caught.value)
