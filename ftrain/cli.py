@@ -10,7 +10,14 @@ from collections.abc import Sequence
 
 from ftrain.config import Config, changed_keys, continue_problems, load_config, read_resolved
 from ftrain.environment import resolve_platform, worker_environment
-from ftrain.errors import EXIT_DEFECT, EXIT_OK, EXIT_REFUSED, ConfigError, FtrainError
+from ftrain.errors import (
+    EXIT_DEFECT,
+    EXIT_OK,
+    EXIT_REFUSED,
+    ConfigError,
+    FtrainError,
+    told_of,
+)
 from ftrain.user_code import find_base
 from ftrain.versions import check_versions
 
@@ -59,12 +66,19 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(config: Config, base: str, platform: str) -> int:
     from ftrain.events import EventLog
+    from ftrain.retention import Place
     from ftrain.run_lock import RunLock
     from ftrain.screen import Screen
     from ftrain.supervisor import Supervisor
 
-    os.makedirs(config.run_dir, exist_ok=True)
-    lock = RunLock(config.run_dir)
+    try:
+        os.makedirs(config.run_dir, exist_ok=True)
+        lock = RunLock(config.run_dir)
+        Place.of(config.run_dir)
+    except OSError as error:
+        raise ConfigError(
+            f"run_dir: {told_of(error, config.run_dir)}; give a folder that can be written to"
+        ) from error
     continues, changed = _continue(config)
     done = _finished_step(config)
     if done is not None:

@@ -77,6 +77,7 @@ class Keeper:
         self._since = 0.0  # time.monotonic() when it began
         self._durable: tuple[int, str, float] | None = None  # step, digest, time.monotonic()
         self._bad: set[int] = set()
+        self.hurries = False  # the run is about to stop: only the newest counts
         self.error = ""  # of the newest save, if it failed
         self.stops_run = ""  # the failure that the config lets end the run
 
@@ -122,9 +123,7 @@ class Keeper:
             self._begin(save)
         elif save.digest not in {s.digest for s in (self._now, *self._waiting)}:
             self._waiting.append(save)
-            for old in self._waiting[:-WAITING]:
-                Path(old.path).unlink(missing_ok=True)  # passed over: the newest count
-            self._waiting = self._waiting[-WAITING:]
+            self._pass_over(1 if self.hurries else WAITING)
 
     # The saver.
 
@@ -188,6 +187,12 @@ class Keeper:
             self._failed(record["step"], record["digest"], record["error"])
         self._begin_next()
 
+    def _pass_over(self, most: int) -> None:
+        """Leaves the newest of those that wait."""
+        for old in self._waiting[:-most]:
+            Path(old.path).unlink(missing_ok=True)
+        self._waiting = self._waiting[-most:]
+
     def _begin_next(self) -> None:
         if self._waiting:
             self._begin(self._waiting.pop(0))
@@ -205,7 +210,7 @@ class Keeper:
             self._begin(self._now)
             return
         lost, self._now = self._now, None
-        self._waiting = self._waiting[-1:]
+        self._pass_over(1)
         if not self._waiting:
             how = ended.signal or f"exit code {ended.exit_code}"
             why = self._stuck or f"the saver died of {how} {ATTEMPTS} times; see logs/saver.log"

@@ -234,7 +234,7 @@ class Story:
                 f"metrics in {folder}/metrics.jsonl"
             )
         elif code == EXIT_TRY_AGAIN:
-            saved = "nothing saved" if self._saved is None else f"saved step {self._saved}"
+            saved = "nothing saved to disk" if self._saved is None else f"saved step {self._saved}"
             self._screen.line(f"stopped: {reason} ({saved}); the same command continues")
         else:
             self._screen.line(f"stopped with exit code {code}:\n{reason}")

@@ -150,6 +150,7 @@ class Supervisor:
 
     def _pass_on_stop(self) -> None:
         """Those that take part stop together and save; the others have nothing to save."""
+        self._keeper.hurries = True
         for slot in self._slots:
             slot.restart_at = None
             if slot.child is not None and slot.going:

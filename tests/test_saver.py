@@ -105,7 +105,8 @@ def test_a_snapshot_that_changed_in_memory_is_not_written(host):
     path.write_bytes(data)
     host.serve(order)
     assert host.errors() == [
-        f"{host.writer.folder}/7: ValueError: {path}: its content has changed since it was written (digest)"
+        f"{host.writer.folder}/7: ValueError: {path}: "
+        "its content has changed since it was written (digest)"
     ]
     assert host.steps == []
 

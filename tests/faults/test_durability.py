@@ -1,4 +1,4 @@
-"""What is lost, and what is not, when everything dies, the disk is full or the run is told to stop."""
+"""What is lost, and what is not, when everything dies, the disk is full or the run is to stop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def kill_everything(run: Run) -> None:
 
 
 def test_when_everything_is_killed_memory_continues_and_goes_at_the_end(tmp_path):
-    """No checkpoint on disk: at most the interval of snapshots is lost, and said to be done again."""
+    """No checkpoint on disk: at most the interval of snapshots is lost, and done again."""
     sets = ["steps=150", "checkpoint.memory_every_s=0.2"]
     run_dir = tmp_path / "run"
     with running(PACED, run_dir, *sets) as run:
