@@ -36,8 +36,6 @@ from ftrain.retention import (
 )
 from ftrain.snapshots import read_snapshot
 
-NICENESS = 10  # training goes first
-
 
 class DiskWriter:
     """Writes snapshots of one run into its `checkpoints`, and removes old ones.
@@ -147,7 +145,6 @@ def work(job: dict[str, Any], lines: Any, records_fd: int) -> NoReturn:
     jax.config.update("jax_platforms", "cpu")  # Orbax opens a device, and it shall be no GPU
     import orbax.checkpoint  # noqa: F401  now, while nobody waits for it
 
-    os.nice(NICENESS)
     place = Place(*job.pop("place"))
     serve(DiskWriter(place=place, **job), lines, Reporter(records_fd))
     os._exit(0)

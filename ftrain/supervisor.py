@@ -448,8 +448,8 @@ class Supervisor:
         reap_strays(self._known_pids())
         self._start_due()
         self._let_go()
-        if self._recorder.committed:
-            self._keeper.prepare()
+        if any(s.going for s in self._slots):
+            self._keeper.prepare()  # its imports are done when the first save is due
         self._keeper.tick(now)
         self._warden.tick(now, self._coordinator)
         self._judge(now)
