@@ -11,6 +11,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ftrain import restart
@@ -22,6 +24,8 @@ from ftrain.environment import own_environment, worker_environment
 from ftrain.errors import EXIT_GAVE_UP, EXIT_TRY_AGAIN, RestartLimitError
 from ftrain.events import EventLog
 from ftrain.forking import Template
+from ftrain.keeper import Keeper
+from ftrain.memory_tier import memory_folders, remove_all, settle_folder, sweep
 from ftrain.processes import Child, Ends, adopt_orphans, kill_strays, launch, reap_strays
 from ftrain.recorder import Recorder
 from ftrain.records import commit_of, event_of, read_records
@@ -30,7 +34,7 @@ from ftrain.screen import Screen
 from ftrain.sinks import CLOSE_S, Sinks
 from ftrain.slots import COORDINATOR, Slot
 from ftrain.story import Story
-from ftrain.verdict import Verdict, by_agreement, refused
+from ftrain.verdict import Verdict, by_agreement, not_saved_in_time, refused
 from ftrain.warden import Warden
 from ftrain.worker_logs import Logs
 
@@ -56,9 +60,11 @@ class Supervisor:
         log: EventLog,
         screen: Screen,
         sinks: Sinks,
+        continues: bool = True,
     ):
         self._config, self._base, self._platform = config, base, platform
         self._lock, self._log, self._screen, self._sinks = lock, log, screen, sinks
+        self._continues = continues  # or it is a new run
         self._env = worker_environment(config, platform, os.environ)
         self._story = Story(screen, config)
         self._board = Board(config.run_dir)
@@ -81,6 +87,20 @@ class Supervisor:
         self._first_ready_at: float | None = None
         self._refused_at: float | None = None
         self._warden = Warden(self._slots, config.cluster, log, self._logs, self._story)
+        self._keeper = Keeper(
+            config,
+            os.environ,
+            lock.fileno(),
+            self._fork_saver,
+            ears=self._ears,
+            log=log,
+            logs=self._logs,
+            record=lambda record: self._recorder.take(COORDINATOR, record, self._generation),
+            tell=self._tell_workers,
+        )
+        self._memory = [
+            str(f) for f in memory_folders(config.run_dir, config.checkpoint.memory_folder)
+        ]
         self._stop_signal = ""
         self._stop_deadline = float("inf")
         self._verdict: Verdict | None = None  # once decided
@@ -88,6 +108,7 @@ class Supervisor:
     def run(self) -> int:
         """Runs to the end and returns the exit code."""
         adopt_orphans()
+        self._begin_memory()
         with self._ears.signals(self._on_signal):
             if "FTRAIN_CHAOS" in os.environ:
                 from ftrain.chaos.hook import FaultFeed
@@ -100,13 +121,15 @@ class Supervisor:
                 self._ears.wait(TICK_S)
                 self._tick()
             self._shut_down()
-        code, reason = self._verdict
-        self._recorder.close()
-        self._log("run_finished", step=self._recorder.step, exit_code=code, reason=reason)
-        self._show(live=False)
-        self._story.finished(code, reason)
-        self._sinks.close(self._time_for_sinks_s())
-        self._logs.close()
+            code, reason = self._verdict
+            if self._keeper.is_durable(self._recorder.step):
+                remove_all(self._config.run_dir, self._config.checkpoint.memory_folder)
+            self._recorder.close()
+            self._log("run_finished", step=self._recorder.step, exit_code=code, reason=reason)
+            self._show(live=False)
+            self._story.finished(code, reason)
+            self._sinks.close(self._time_for_sinks_s())
+            self._logs.close()
         return code
 
     def _time_for_sinks_s(self) -> float:
@@ -117,6 +140,24 @@ class Supervisor:
     def _end(self, code: int, reason: str) -> None:
         if self._verdict is None:
             self._verdict = Verdict(code, reason)
+
+    def _begin_memory(self) -> None:
+        """What earlier processes left in the memory tier: of this run to be used, of others not."""
+        sweep()
+        if not self._continues:
+            remove_all(self._config.run_dir, self._config.checkpoint.memory_folder)
+        for folder in self._memory:
+            settle_folder(Path(folder))
+
+    def _fork_saver(
+        self, job: dict[str, Any], env: Mapping[str, str], lock_fd: int, ends: Ends
+    ) -> int | None:
+        return self._template.fork(job, env, lock_fd, ends) if self._template.usable else None
+
+    def _tell_workers(self, line: str) -> None:
+        for slot in self._slots:
+            if slot.child is not None and slot.going:
+                slot.child.send(line)
 
     # Signals.
 
@@ -132,6 +173,7 @@ class Supervisor:
 
     def _pass_on_stop(self) -> None:
         """Those that take part stop together and save; the others have nothing to save."""
+        self._keeper.hurries = True
         for slot in self._slots:
             slot.restart_at = None
             if slot.child is not None and slot.going:
@@ -252,6 +294,7 @@ class Supervisor:
             "address": self._address,
             "platform": self._platform,
             "base": self._base,
+            "memory": self._memory,
             "parent": os.getpid(),
         }
         own = own_environment(self._env, self._platform, slot.worker, slot.incarnation)
@@ -316,8 +359,12 @@ class Supervisor:
                 slot.local_error = record
             case "gave_up":
                 self._end(EXIT_GAVE_UP, record["reason"])
+            case "snapshot" | "snapshot_failed":
+                self._keeper.take(record)
             case kind:
                 slot.commits += kind == "commit"
+                if kind in ("checkpoint_restored", "checkpoint_skipped"):
+                    self._keeper.note_restore(record)
                 self._recorder.take(slot.worker, record, self._generation)
 
     def _on_fact(self, kind: str, fields: dict[str, Any]) -> None:
@@ -343,6 +390,8 @@ class Supervisor:
                 f"go {self._generation}-{going[0].incarnation}-{going[0].worker} "
                 + " ".join(str(s.worker) for s in going)
             )
+            for words in self._keeper.words_for_a_new_worker():
+                slot.child.send(words)
 
     def _on_worker_exit(self, slot: Slot) -> None:
         """Its process has ended: reap it, have it fenced, and decide about its replacement."""
@@ -426,6 +475,9 @@ class Supervisor:
         reap_strays(self._known_pids())
         self._start_due()
         self._let_go()
+        if any(s.going for s in self._slots):
+            self._keeper.prepare()  # its imports are done when the first save is due
+        self._keeper.tick(now)
         self._warden.tick(now, self._coordinator)
         self._sinks.tick(now)
         self._judge(now)
@@ -467,19 +519,20 @@ class Supervisor:
             if len(records) == len(self._slots) or now - self._refused_at > REFUSED_WAIT_S:
                 self._end(*refused(records, len(self._slots)))
         if reasons and not alive:
-            self._end(*by_agreement(reasons[0], self._recorder.step, self._stop_signal))
+            why = self._stop_signal or self._keeper.stops_run
+            self._end(*by_agreement(reasons[0], self._recorder.step, why))
         if self._stop_signal and not alive and not reasons:
             self._end(EXIT_TRY_AGAIN, f"{self._stop_signal}, nobody was there to save")
         if now > self._stop_deadline:
             self._end(
-                EXIT_TRY_AGAIN,
-                f"{self._stop_signal}, not saved within grace_s={self._config.grace_s:g}",
+                *not_saved_in_time(self._stop_signal, self._config.grace_s, self._keeper.error)
             )
 
     # The end.
 
     def _known_pids(self) -> set[int]:
         children = [s.child for s in self._slots] + [self._coordinator, self._template.child]
+        children.append(self._keeper.child)
         return {child.pid for child in children if child is not None} | self._sinks.pids()
 
     def _shut_down(self) -> None:
@@ -495,5 +548,6 @@ class Supervisor:
             self._coordinator.wait(COORDINATOR_EXIT_S)
             self._coordinator.reap(kill=True)
             self._ears.hear_out(self._coordinator)
+        self._keeper.close()
         self._end_template()
         kill_strays(self._sinks.pids())

@@ -37,6 +37,7 @@ LAYERS = [
         "compile_lock",
         "match",
         "processes",
+        "memory_tier",
         "tree",
         "worker_logs",
     ],
@@ -69,6 +70,7 @@ LAYERS = [
         "chaos.hook",
         "chaos.network",
         "chaos.orders",
+        "snapshots",
     ],
     [
         "mesh",
@@ -78,12 +80,13 @@ LAYERS = [
         "initial",
         "loss",
         "records",
+        "retention",
         "chaos.disk",
         "chaos.plan",
     ],
     ["reduction", "contribution"],
     ["update", "explain"],
-    ["sync", "identity", "recoveries", "step_rules", "chaos.live"],
+    ["sync", "identity", "checkpoint", "recoveries", "step_rules", "chaos.live"],
     [
         "config",
         "recorder",
@@ -91,7 +94,10 @@ LAYERS = [
         "warden",
         "trainer",
         "step",
-        "checkpoint",
+        "restore",
+        "saving",
+        "saver",
+        "keeper",
         "evaluation",
         "membership",
         "fault_rules",
@@ -109,6 +115,7 @@ LAYERS = [
     ["environment", "loop", "worker", "chaos.command"],
     ["supervisor", "check", "debug", "template", "checkpoints", "sink_process"],
     ["cli"],
+    ["__main__"],
 ]
 
 PROCESS_SIDE = set(
@@ -121,6 +128,7 @@ PROCESS_SIDE = set(
     sinks sink_process prometheus tensorboard following
     chaos.hook chaos.plan chaos.network chaos.disk chaos.orders chaos.live chaos.faults
     chaos.command
+    __main__ keeper memory_tier retention
 """.split()
 )
 DEVICE_PACKAGES = {"jax", "jaxlib", "flax", "optax"}
@@ -284,7 +292,9 @@ def test_the_command_line_loads_no_jax_when_it_refuses():
 
 def test_a_worker_s_imports_load_nothing_slow():
     """What a `linear` worker imports before its first commit: neither Orbax nor grain nor flax."""
-    statement = "import ftrain.loop, ftrain.membership, ftrain.checkpoint, ftrain.worker"
+    statement = (
+        "import ftrain.loop, ftrain.membership, ftrain.saving, ftrain.restore, ftrain.worker"
+    )
     assert loaded_after(statement) & HEAVY_PACKAGES == set()
 
 
