@@ -488,10 +488,10 @@ class Supervisor:
     def _show(self, *, live: bool = True) -> None:
         """Where the run is, on the screen and for `ftrain status`."""
         readings = {s.worker: s.reading() for s in self._slots if s.child is not None}
-        snapshot = self._board.snapshot(time.time(), readings, time.monotonic(), os.getpid())
-        snapshot.write()
+        run = self._board.now(time.time(), readings, time.monotonic(), os.getpid())
+        run.write()
         if live:
-            self._screen.status(snapshot)
+            self._screen.status(run)
 
     def _end_deaf_coordinator(self, now: float) -> None:
         """One that is stopped or stuck ends its workers, and none could ever be replaced."""

@@ -107,7 +107,7 @@ LAYERS = [
         "chaos.faults",
         "goodput",
         "lanes",
-        "snapshot",
+        "run_now",
     ],
     ["admission", "load", "verify", "board", "panel", "prometheus"],
     ["sources", "screen", "status", "report"],
@@ -124,7 +124,7 @@ PROCESS_SIDE = set(
     errors yaml_lines environment user_code beat versions worker_logs forking ears
     verdict stacks warden target match pretrained checkpoints
     findings records recoveries step_rules fault_rules verify goodput
-    snapshot board panel status lanes report
+    run_now board panel status lanes report
     sinks sink_process prometheus tensorboard following
     chaos.hook chaos.plan chaos.network chaos.disk chaos.orders chaos.live chaos.faults
     chaos.command
