@@ -30,7 +30,9 @@ LAYERS = [
         "order",
         "tcp_sockets",
         "compile_lock",
+        "interfaces",
         "match",
+        "node_list",
         "processes",
         "screen",
         "tree",
@@ -38,7 +40,9 @@ LAYERS = [
     ],
     [
         "communicators",
+        "endpoint",
         "reachability",
+        "schedulers",
         "yaml_lines",
         "events",
         "restart",
@@ -62,7 +66,7 @@ LAYERS = [
         "verdict",
         "target",
     ],
-    ["mesh", "digests", "transfer", "replicas"],
+    ["mesh", "digests", "transfer", "replicas", "addresses", "placement"],
     ["reduction"],
     ["sync", "identity"],
     [
@@ -89,6 +93,7 @@ PROCESS_SIDE = set(
     cli supervisor restart recorder story screen slots processes run_lock watchdog events config
     errors yaml_lines environment user_code beat versions worker_logs forking ears
     verdict stacks warden target match pretrained checkpoints_table
+    addresses endpoint interfaces node_list placement schedulers
 """.split()
 )
 DEVICE_PACKAGES = {"jax", "jaxlib", "flax", "optax"}
