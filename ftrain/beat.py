@@ -36,6 +36,7 @@ PHASES = (
     "pause",  # too few workers
 )
 WAITING = frozenset({"barrier", "settle", "sync", "compare", "reduce"})  # a culprit is elsewhere
+COLLECTIVES = frozenset({"sync", "compare", "reduce", "evaluate"})
 UNHURRIED = frozenset({"connect", "compile", "restore", "save"})  # long without being stuck
 UNTIMED = frozenset({"start", "ready", "pause"})  # others see to these
 

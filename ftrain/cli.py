@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ftrain.config import Config, changed_keys, continue_problems, load_config, read_resolved
 from ftrain.environment import resolve_platform, worker_environment
@@ -18,9 +20,13 @@ from ftrain.errors import (
     ConfigError,
     FtrainError,
 )
+from ftrain.placement import Placement, add_flags, find_placement
 from ftrain.pretrained import find_source
 from ftrain.user_code import find_base
 from ftrain.versions import check_versions
+
+if TYPE_CHECKING:
+    from ftrain.meeting_point import MeetingPoint
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,8 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in (config.trainer, config.run_dir, config.init_from.path, config.compile_cache):
             os.fsencode(name or "")  # what cannot be a file's name here is told below
         base = find_base(config.trainer, arguments.config)
-        platform = resolve_platform(config, os.environ)
+        placement = find_placement(arguments, os.environ) if arguments.command is _run else None
+        platform = resolve_platform(config, os.environ, _workers_here(config, placement))
         worker_environment(config, platform, os.environ)
+        if placement is not None:
+            return _run_hosts(config, base, platform, placement, arguments.token_file)
         return arguments.command(config, base, platform)
     except FtrainError as error:
         sys.stderr.write(f"{error}\n")
@@ -72,6 +81,13 @@ def _parser() -> argparse.ArgumentParser:
         )
         sub.add_argument("--run-dir", metavar="DIR", help="replace run_dir")
         sub.set_defaults(command=command)
+        if command is _run:
+            add_flags(sub)
+            sub.add_argument(
+                "--token-file",
+                metavar="FILE",
+                help="by what hosts know one another; default: FTRAIN_TOKEN, else run_dir/token",
+            )
     _add_checkpoints(commands)
     return parser
 
@@ -87,7 +103,27 @@ def _add_checkpoints(commands: argparse._SubParsersAction) -> None:
     sub.set_defaults(command=_checkpoints)
 
 
-def _run(config: Config, base: str, platform: str) -> int:
+def _workers_here(config: Config, placement: Placement | None) -> int | None:
+    """How many workers this host has; None: all."""
+    if placement is None:
+        return None
+    from ftrain.hosts import ids_of
+
+    return len(ids_of(placement.node_rank, placement.nodes, config.cluster.workers))
+
+
+def _run_hosts(
+    config: Config, base: str, platform: str, placement: Placement, token_file: str | None
+) -> int:
+    from ftrain.run_hosts import run_agent, run_head
+
+    if placement.node_rank:
+        return run_agent(config, base, platform, placement, token_file)
+    run = functools.partial(_run, config, base, platform)
+    return run_head(config, placement, token_file, run)
+
+
+def _run(config: Config, base: str, platform: str, meeting: MeetingPoint | None = None) -> int:
     from ftrain.events import EventLog
     from ftrain.run_lock import RunLock
     from ftrain.screen import Screen
@@ -110,7 +146,13 @@ def _run(config: Config, base: str, platform: str) -> int:
     screen = Screen()
     try:
         return Supervisor(
-            config, base=base, platform=platform, lock=lock, log=log, screen=screen
+            config,
+            base=base,
+            platform=platform,
+            lock=lock,
+            log=log,
+            screen=screen,
+            meeting=meeting,
         ).run()
     finally:
         screen.close()

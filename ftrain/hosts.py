@@ -13,19 +13,18 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ftrain.config import Config, changed_keys
+from ftrain.door import Door
 from ftrain.local_host import LocalHost
 from ftrain.remote_host import RemoteHost
-from ftrain.wire import Guest, Message, Wire, WireError
+from ftrain.wire import Message, Wire, WireError, see_off
 
 if TYPE_CHECKING:
-    import socket
-
     from ftrain.ears import Ears
+    from ftrain.meeting_point import MeetingPoint
     from ftrain.verdict import Verdict
 
-GUESTS = 64  # who may be at the door at once
 HOST_OWN_KEYS = frozenset({"run_dir", "compile_cache"})  # may differ between hosts
-TELL_S = 2.0  # for the verdict to reach a host
+REFUSE_S = 0.5  # for that to reach a host; the run waits meanwhile
 
 
 def ids_of(rank: int, nodes: int, workers: int) -> list[int]:
@@ -44,9 +43,7 @@ class Hosts:
     Args:
       local: this host, rank 0.
       config: the run's, as it is here.
-      nodes: how many hosts.
-      listener: where agents call, if there are any; and
-      token: what they must prove to have.
+      meeting: where agents call, and what they must prove to have; None if there is one host.
       ears: of this process.
       on_here: called as on_here(host) when an agent has come, before any worker is started there.
       on_lost: called as on_lost(host, reason) when it is lost, before its workers count as dead.
@@ -58,30 +55,29 @@ class Hosts:
         self,
         local: LocalHost,
         config: Config,
+        meeting: MeetingPoint | None,
         *,
-        nodes: int,
-        listener: socket.socket | None,
-        token: bytes,
         ears: Ears,
         on_here: Callable[[RemoteHost], None],
         on_lost: Callable[[RemoteHost, str], None],
         stop: Callable[..., None],
         log: Callable[[str], None],
     ):
-        self._config, self._nodes, self._token, self._ears = config, nodes, token, ears
-        self._listener, self._log = listener, log
+        self._config, self._ears, self._log = config, ears, log
+        self._platform = local.platform
+        self._nodes = meeting.nodes if meeting else 1
         self._on_here, self._on_lost = on_here, on_lost
-        self._guests: set[Guest] = set()
-        self._callers: dict[Wire, float] = {}  # proved, and yet to say hello; and until when
-        self.others = [RemoteHost(r, stop=stop, log=log) for r in range(1, nodes)]
+        self.others = [RemoteHost(r, stop=stop, log=log) for r in range(1, self._nodes)]
         self._all: list[LocalHost | RemoteHost] = [local, *self.others]
-        if listener is not None:
-            listener.setblocking(False)
-            ears.watch(listener, self._answer)
+        self._door = Door(meeting, ears, self._on_hello, log) if meeting else None
 
     def of(self, worker: int) -> LocalHost | RemoteHost:
         """The host that a worker belongs to."""
-        return self._all[host_of(worker, self._nodes, self._config.cluster.workers)]
+        return self._all[self.rank_of(worker)]
+
+    def rank_of(self, worker: int) -> int:
+        """Its rank."""
+        return host_of(worker, self._nodes, self._config.cluster.workers)
 
     def workers_of(self, host: RemoteHost) -> list[int]:
         """The ids that belong to a host."""
@@ -92,11 +88,9 @@ class Hosts:
         return [host.rank for host in self.others if host.wire is None]
 
     def tick(self, now: float) -> None:
-        """Says that the head lives; hangs up on who proves nothing; gives up who is silent."""
-        for guest in [g for g in self._guests if now > g.give_up_at]:
-            self._hang_up(guest, "it has proved nothing")
-        for wire in [w for w, until in self._callers.items() if now > until]:
-            self._dismiss(wire)
+        """Says that the head lives, and gives up who is silent."""
+        if self._door is not None:
+            self._door.tick(now)
         for host in self.others:
             host.tick(now)
             # Read first: this process may have been stopped itself, with all of it waiting.
@@ -109,68 +103,24 @@ class Hosts:
     def _patience_s(self) -> float:
         return self._config.cluster.heartbeat_timeout_s
 
-    # At the door.
+    # Who calls.
 
-    def _answer(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError:  # it has gone again, or there is no descriptor left for it
-            return
-        if len(self._guests) >= GUESTS:
-            self._hang_up(min(self._guests, key=lambda g: g.give_up_at), "others wait")
-        guest = Guest(sock, self._token)
-        self._guests.add(guest)
-        self._ears.watch(guest, lambda: self._hear_guest(guest))
-
-    def _hear_guest(self, guest: Guest) -> None:
-        try:
-            guest.hear()
-        except WireError as error:
-            self._hang_up(guest, str(error))
-            return
-        if guest.wire is not None:
-            self._guests.discard(guest)
-            self._ears.forget(guest)
-            wire = guest.wire
-            self._callers[wire] = guest.give_up_at
-            self._ears.watch(wire, lambda: self._hear_caller(wire))
-
-    def _hang_up(self, guest: Guest, why: str) -> None:
-        self._guests.discard(guest)
-        self._ears.forget(guest)
-        guest.close()
-        self._log(f"hung up on a guest at the hosts' port: {why}")
-
-    def _hear_caller(self, wire: Wire) -> None:
-        try:
-            hellos = wire.take()
-        except WireError:
-            self._dismiss(wire)
-            return
-        if not hellos:
-            return
-        del self._callers[wire]
-        self._ears.forget(wire)
-        refused = self._why_not(hellos[0])
+    def _on_hello(self, wire: Wire, messages: list[Message]) -> None:
+        hello = messages[0]
+        refused = self._why_not(hello)
         if refused:
-            self._log(f"refused {hellos[0].get('name')} ({wire.peer_host}): {refused['reason']}")
+            self._log(f"refused {hello.get('name')} ({wire.peer_host}): {refused['reason']}")
             wire.send("refused", **refused)
-            wire.flush_within(0.5)
-            wire.close()
+            see_off({wire}, REFUSE_S)
             return
-        host = self.others[hellos[0]["rank"] - 1]
+        host = self.others[hello["rank"] - 1]
         if host.wire is not None:  # the same agent, which saw the end of its connection first
             self._lose(host, "its agent connected anew")
         self._ears.watch(wire, lambda: self._hear(host, wire))
-        host.attach(wire, hellos[0])
+        host.attach(wire, hello)
         self._on_here(host)
-        for message in hellos[1:]:
+        for message in messages[1:]:
             host.take(message)
-
-    def _dismiss(self, wire: Wire) -> None:
-        del self._callers[wire]
-        self._ears.forget(wire)
-        wire.close()
 
     def _why_not(self, hello: Message) -> dict[str, Any] | None:
         """Why an agent may not take its rank, and whether another try can help; None if it may."""
@@ -181,6 +131,12 @@ class Hosts:
                 "give the same --nodes on every host, and each its own --node-rank"
             )
             return {"reason": reason, "again": False}
+        if hello["platform"] != self._platform:
+            reason = (
+                f"platform {hello['platform']} there, {self._platform} on the head; "
+                "set cluster.platform"
+            )
+            return {"reason": reason, "again": False}
         theirs = Config.from_json(hello["config"])
         differ = {
             key: values
@@ -188,7 +144,9 @@ class Hosts:
             if key not in HOST_OWN_KEYS
         }
         if differ:
-            reason = "; ".join(f"{k} is {a!r} on the head, {b!r} here" for k, (a, b) in differ.items())
+            reason = "; ".join(
+                f"{k} is {a!r} on the head, {b!r} here" for k, (a, b) in differ.items()
+            )
             return {"reason": f"{reason}; start all hosts with one config", "again": False}
         host = self.others[rank - 1]
         if host.wire is not None and host.agent != hello["agent"]:
@@ -227,18 +185,10 @@ class Hosts:
 
     def dismiss_all(self, verdict: Verdict) -> None:
         """Tells every host how the run has ended, and hangs up."""
-        wires = [host.wire for host in self.others if host.wire is not None]
+        wires = {host.wire for host in self.others if host.wire is not None}
         for wire in wires:
-            wire.send("verdict", code=verdict.exit_code, reason=verdict.reason)
-        deadline = time.monotonic() + TELL_S
-        for wire in wires:
-            wire.flush_within(max(0.0, deadline - time.monotonic()))
             self._ears.forget(wire)
-            wire.close()
-        for guest in list(self._guests):
-            self._hang_up(guest, "the run is over")
-        for wire in list(self._callers):
-            self._dismiss(wire)
-        if self._listener is not None:
-            self._ears.forget(self._listener)
-            self._listener.close()
+            wire.send("verdict", code=verdict.exit_code, reason=verdict.reason)
+        see_off(wires)
+        if self._door is not None:
+            self._door.close()

@@ -65,7 +65,7 @@ class LocalHost:
         logs: Logs,
         tell_groups: Callable[[str], None],
     ):
-        self._config, self._base, self._platform = config, base, platform
+        self._config, self._base, self.platform = config, base, platform
         self._address, self._first_worker = address, first_worker
         self._ears, self._logs, self._tell_groups = ears, logs, tell_groups
         self.env = worker_environment(config, platform, os.environ)
@@ -110,12 +110,12 @@ class LocalHost:
             "worker": worker,
             "address": address,
             "host": self._address,
-            "platform": self._platform,
+            "platform": self.platform,
             "base": self._base,
             "parent": os.getpid(),
         }
         place = worker - self._first_worker
-        own = own_environment(self.env, self._platform, worker, incarnation, place)
+        own = own_environment(self.env, self.platform, worker, incarnation, place)
         launched = False
 
         def begin(ends: Ends) -> int:

@@ -35,6 +35,11 @@ WHY_GAVE_UP = {  # by the status at the line's end
 }
 
 
+def tells(line: str) -> bool:
+    """Whether a line of a worker's stderr says why its process ends."""
+    return CLIENT_GAVE_UP in line or _FATAL.match(line) is not None
+
+
 class Process(Protocol):
     """A worker's process, here or on another host."""
 

@@ -21,11 +21,13 @@ import select
 import socket
 import struct
 import time
+from collections.abc import Iterable
 from typing import Any
 
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 PROVE_S = 5.0  # for a guest, from its connection to its proof and first message
+SEE_OFF_S = 2.0
 MAX_FRAME_BYTES = 16 << 20  # of JSON; what workers report is kilobytes
 _HEADER = struct.Struct(">I16s")
 
@@ -200,6 +202,26 @@ class Guest:
     def close(self) -> None:
         """Hangs up."""
         self._sock.close()
+
+
+def see_off(wires: Iterable[Wire], timeout_s: float = SEE_OFF_S) -> None:
+    """Closes connections once the last word on each has been heard.
+
+    The other sides hang up when they have it. To do so first, with words of theirs unread, would be
+    a reset, which takes the last word back.
+    """
+    wires = set(wires)
+    deadline, waiting = time.monotonic() + timeout_s, set(wires)
+    while waiting and (left_s := deadline - time.monotonic()) > 0:
+        for wire in select.select(list(waiting), [], [], min(left_s, 0.1))[0]:
+            try:
+                wire.take()
+            except WireError:
+                waiting.discard(wire)
+        for wire in waiting:
+            wire.flush()
+    for wire in wires:
+        wire.close()
 
 
 def call_head(address: tuple[str, int], token: bytes, timeout_s: float = PROVE_S) -> Wire:

@@ -41,6 +41,7 @@ class Assignment:
     config: str  # the resolved config as JSON, validated
     worker: int
     address: str  # of the coordinator
+    host: str  # this host's own address, for the connections between workers
     platform: str
     base: str  # the folder the trainer is relative to
     records_fd: int
@@ -205,6 +206,7 @@ def prepare(
         workers=config.cluster.workers,
         platform=job.platform,
         heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
+        host=job.host,
     )
     beat.phase("connect")
     started.start_backend()

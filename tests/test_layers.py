@@ -23,12 +23,11 @@ MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__i
 # From the ground up: a module imports only from layers before its own.
 LAYERS = [
     # Words that all use, and pure functions.
-    ["stacks"],
+    ["stacks", "tcp_sockets"],
     [
         "errors",
         "beat",
         "order",
-        "tcp_sockets",
         "compile_lock",
         "interfaces",
         "match",
@@ -37,6 +36,8 @@ LAYERS = [
         "screen",
         "tree",
         "worker_logs",
+        "undertaker",
+        "wire",
     ],
     [
         "communicators",
@@ -49,6 +50,8 @@ LAYERS = [
         "watchdog",
         "pretrained",
         "run_lock",
+        "run_token",
+        "door",
         "user_code",
         "versions",
         "state",
@@ -83,8 +86,13 @@ LAYERS = [
     ["admission", "load"],
     ["sources"],
     ["init_from"],
-    ["environment", "loop", "worker"],
-    ["supervisor", "check", "debug", "template", "checkpoints_table"],
+    ["environment", "loop", "worker", "meeting_point"],
+    ["local_host"],
+    ["remote_host"],
+    ["hosts"],
+    ["supervisor", "agent"],
+    ["run_hosts"],
+    ["check", "debug", "template", "checkpoints_table"],
     ["cli"],
 ]
 
@@ -93,6 +101,7 @@ PROCESS_SIDE = set(
     cli supervisor restart recorder story screen slots processes run_lock watchdog events config
     errors yaml_lines environment user_code beat versions worker_logs forking ears
     verdict stacks warden target match pretrained checkpoints_table
+    agent door hosts local_host meeting_point remote_host run_hosts run_token undertaker wire
     addresses endpoint interfaces node_list placement schedulers
 """.split()
 )
