@@ -3,7 +3,7 @@
 One thread, one loop, like the supervisor's; it decides one thing only. When it has not heard from
 the head for `heartbeat_timeout_s`, or the connection ends, the head counts this host as lost. So
 every worker here is killed and reaped at once (rule R9), and only then does the agent call again,
-with nothing running. If the head does not answer for `start_timeout_s` the attempt is over: exit 75.
+with nothing running. Does the head not answer for `start_timeout_s`, the attempt is over: exit 75.
 """
 
 from __future__ import annotations

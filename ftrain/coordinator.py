@@ -167,7 +167,7 @@ def _free_address(host: str, port: int) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """`python -m ftrain.coordinator CONTROL_FD WORKERS PLATFORM HEARTBEAT_S HOST PORT [PORT...]`."""
+    """`python -m ftrain.coordinator CONTROL_FD WORKERS PLATFORM HEARTBEAT_S HOST PORT...`."""
     ignore_signals()
     ports = [int(port) for port in argv[5:]]
     coordinator = Coordinator(int(argv[1]), argv[2], float(argv[3]), argv[4], ports)

@@ -2,8 +2,8 @@
 
 The head is host 0. For every other rank an agent connects, proves that it has the run's token and
 says hello, with nothing running. From then on both sides speak at least once a second. A host whose
-connection ends, or that is silent for `heartbeat_timeout_s`, is lost: its workers count as dead. Its
-agent has a clock of its own for that and ends them (see `agent`).
+connection ends, or that is silent for `heartbeat_timeout_s`, is lost: its workers count as dead.
+Its agent has a clock of its own for that and ends them (see `agent`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ftrain.config import Config, changed_keys
+from ftrain.config import HOST_OWN_KEYS, Config, changed_keys
 from ftrain.door import Door
 from ftrain.local_host import LocalHost
 from ftrain.remote_host import RemoteHost
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from ftrain.meeting_point import MeetingPoint
     from ftrain.verdict import Verdict
 
-HOST_OWN_KEYS = frozenset({"run_dir", "compile_cache"})  # may differ between hosts
 REFUSE_S = 0.5  # for that to reach a host; the run waits meanwhile
 
 

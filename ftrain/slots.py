@@ -45,19 +45,33 @@ class Process(Protocol):
 
     pid: int  # on its host; 0 if that is not known yet
 
-    def send(self, line: str) -> None: ...
-    def signal(self, number: int) -> None: ...
-    def kill(self) -> None: ...
-    def is_stopped(self) -> bool: ...
-    def sockets(self) -> list[TcpSocket]: ...
+    def send(self, line: str) -> None:
+        """A line for its control pipe."""
+
+    def signal(self, number: int) -> None:
+        """Sends it a signal."""
+
+    def kill(self) -> None:
+        """SIGKILL to it and to all in its process group."""
+
+    def is_stopped(self) -> bool:
+        """Whether its kernel has stopped it."""
+
+    def sockets(self) -> list[TcpSocket]:
+        """Its TCP connections."""
 
 
 class Pulse(Protocol):
     """Its beat, likewise."""
 
-    def read(self) -> Reading: ...
-    def new_stacks(self) -> str: ...
-    def close(self) -> None: ...
+    def read(self) -> Reading:
+        """What the process was doing when it was last heard of."""
+
+    def new_stacks(self) -> str:
+        """What it has written of them since the last call."""
+
+    def close(self) -> None:
+        """Lets go of it."""
 
 
 @dataclasses.dataclass

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from ftrain.beat import Beat
-from ftrain.config import Config
+from ftrain.config import HOST_OWN_KEYS, Config
 from ftrain.errors import (
     WORKER_LOCAL_ERROR,
     WORKER_REFUSED,
@@ -263,7 +263,8 @@ def make_loop(
     sets = {"dataset()": (source.length, source.samples)}
     if eval_source is not None:
         sets["eval_dataset()"] = eval_source.length, eval_source.samples
-    identity = identity_of(json.loads(job.config), sets, spec, programs.lowered)
+    shared = {k: v for k, v in json.loads(job.config).items() if k not in HOST_OWN_KEYS}
+    identity = identity_of(shared, sets, spec, programs.lowered)
     with first_compiles(cache):
         for traced in to_compile:
             traced.compile(runtime.compile_shared)
