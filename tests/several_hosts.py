@@ -186,11 +186,13 @@ class HostsRun:
 
     def wait_all(self) -> None:
         """Waits until all workers train together."""
-        workers = self.head.events("run_started")[-1]["config"]["cluster"]["workers"]
-        self.head.wait_until(
-            "all workers",
-            lambda: self.head.metrics() and len(self.head.metrics()[-1]["workers"]) == workers,
-        )
+
+        def all_train() -> bool:
+            started, rows = self.head.events("run_started"), self.head.metrics()
+            workers = started[-1]["config"]["cluster"]["workers"] if started else -1
+            return bool(rows) and len(rows[-1]["workers"]) == workers
+
+        self.head.wait_until("all workers", all_train)
 
     def wait_without(self, workers: set[int], t: float) -> float:
         """Waits for the others' next commit; returns how long after `t` it came, in seconds."""

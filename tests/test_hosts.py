@@ -1,0 +1,159 @@
+"""A run over several hosts: one of them killed, cut off, stopped, brought back, signalled.
+
+Whatever happens to a host that is not the head: one history, every sample exactly once an epoch,
+replicas alike, nothing left running, and one exit code on all hosts.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.checks import check_deaths_explained, check_each_step_once, check_replicas_agree
+from tests.runs import is_alive
+from tests.several_hosts import HostsRun, hosts_run
+from tests.test_ledger import check_ledger
+
+CONFIG = "tests/hosts.yaml"
+
+
+def check_finished(hosts: HostsRun, epochs: int) -> None:
+    """All hosts are done, in one exact history."""
+    assert hosts.finish() == [0] * hosts.count
+    check_ledger(hosts.head, epochs)
+    check_replicas_agree(hosts.head)
+    check_deaths_explained(hosts.head)
+    assert hosts.head.processes() == []
+    assert hosts.head.events("checkpoint_restored") == []
+    if hosts.net is not None:
+        assert [hosts.net.processes(rank) for rank in range(hosts.count)] == [[]] * hosts.count
+
+
+def workers_at(hosts: HostsRun, rank: int) -> set[int]:
+    joined = [e for e in hosts.head.events("host_joined") if e["host"] == rank]
+    return set(joined[-1]["workers"])
+
+
+def test_two_hosts_train_together_and_exit_alike(tmp_path):
+    """Two workers, one on each; the second's records are the run's, and it learns the verdict."""
+    sets = ["steps=30", "batch_size=24", "cluster.workers=2", "digest_every_steps=10"]
+    with hosts_run("tests/paced.yaml", tmp_path / "run", *sets, loopback=True) as hosts:
+        assert hosts.finish() == [0, 0]
+        check_each_step_once(hosts.head, 30)
+        check_replicas_agree(hosts.head)
+        assert {e["worker"]: e["host"] for e in hosts.head.events("worker_started")} == {0: 0, 1: 1}
+        assert all(m["workers"] == [0, 1] for m in hosts.head.metrics())
+        assert "exit 0: step 30 is reached and saved" in hosts.runs[1].output
+        assert hosts.head.processes() == []
+        assert (tmp_path / "run/token").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("count", "lost"), [(2, 1), (4, 2)])
+def test_a_host_that_is_killed_and_comes_back_costs_what_its_workers_cost(tmp_path, count, lost):
+    """All its processes at once; later a new supervisor of that rank, as on another machine."""
+    with hosts_run(CONFIG, tmp_path / "run", hosts=count) as hosts:
+        hosts.wait_all()
+        seen, workers = len(hosts.head.events()), workers_at(hosts, lost)
+        t = hosts.kill(lost)
+        seconds = hosts.wait_without(workers, t)
+        print(f"{count} hosts: next commit {seconds:.2f} s after the loss of one")
+        assert hosts.head.events("host_lost")[-1]["workers"] == sorted(workers)
+        assert not any(e["event"] == "worker_started" for e in hosts.head.events()[seen:])
+        hosts.start(lost)
+        for worker in workers:
+            hosts.head.wait_back(worker, seen)
+        hosts.wait_all()
+        check_finished(hosts, epochs=20)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_host_that_is_cut_off_ends_its_workers_and_comes_back_by_itself(tmp_path):
+    """Both sides find out by themselves; when the cable is in again its agent calls again."""
+    with hosts_run(CONFIG, tmp_path / "run") as hosts:
+        hosts.wait_all()
+        seen, workers = len(hosts.head.events()), workers_at(hosts, 1)
+        pids = [hosts.head.pid(w) for w in workers]
+        hosts.net.unplug(1)
+        hosts.head.wait_for_event("host_lost", after=seen, host=1)
+        hosts.head.wait_until("their ends", lambda: not any(map(is_alive, pids)))
+        hosts.head.wait_until(
+            "a commit without them", lambda: not workers & {*hosts.head.metrics()[-1]["workers"]}
+        )
+        assert hosts.runs[1].process.poll() is None
+        hosts.net.plug(1)
+        for worker in workers:
+            hosts.head.wait_back(worker, seen)
+        check_finished(hosts, epochs=20)
+        assert "lost the head" in hosts.runs[1].output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_agent_that_is_stopped_for_too_long_ends_its_workers_as_it_goes_on(tmp_path):
+    """They outlive their fencing meanwhile, and none of them acts for its id (rule R9)."""
+    with hosts_run(CONFIG, tmp_path / "run") as hosts:
+        hosts.wait_all()
+        seen, workers = len(hosts.head.events()), workers_at(hosts, 1)
+        os.kill(hosts.runs[1].process.pid, signal.SIGSTOP)
+        hosts.head.wait_for_event("host_lost", after=seen, host=1)
+        hosts.head.wait_until(
+            "a commit without them", lambda: not workers & {*hosts.head.metrics()[-1]["workers"]}
+        )
+        hosts.head.wait_for_steps(5)
+        os.kill(hosts.runs[1].process.pid, signal.SIGCONT)
+        for worker in workers:
+            hosts.head.wait_back(worker, seen)
+        check_finished(hosts, epochs=20)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_stop_signal_on_any_host_stops_all_after_one_step(tmp_path):
+    """The state is saved once, all exit 75, and the same commands continue to the exact end."""
+    with hosts_run(CONFIG, tmp_path / "run") as hosts:
+        hosts.wait_all()
+        hosts.runs[1].process.send_signal(signal.SIGTERM)
+        hosts.head.process.send_signal(signal.SIGTERM)  # as a scheduler does, to every host
+        assert hosts.finish() == [75, 75]
+        assert "state saved" in hosts.head.output
+        assert len(hosts.head.events("stop_requested")) == 1
+        for rank in (0, 1):
+            hosts.start(rank)
+        assert hosts.finish() == [0, 0]
+        check_ledger(hosts.head, epochs=20)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_loss_of_the_head_ends_the_attempt_on_every_host(tmp_path):
+    """Agents exit 75 when it does not come back; started anew all continue from what is saved."""
+    sets = ["checkpoint.every_steps=20", "cluster.start_timeout_s=15"]
+    with hosts_run(CONFIG, tmp_path / "run", *sets) as hosts:
+        hosts.wait_all()
+        hosts.head.wait_for_event("checkpoint_saved")
+        hosts.kill(0)
+        assert hosts.runs[1].finish(60) == 75
+        assert hosts.net.processes(1) == []
+        for rank in (0, 1):
+            hosts.start(rank)
+        assert hosts.finish() == [0, 0]
+        assert hosts.head.events("checkpoint_restored")
+        check_replicas_agree(hosts.head)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_hosts_may_have_addresses_of_ipv6_alone(tmp_path):
+    """With a death, whose place is taken by another process of that host."""
+    sets = ["epochs=8"]
+    with hosts_run(CONFIG, tmp_path / "run", *sets, coordinator="[fd77::1]:17017") as hosts:
+        hosts.wait_all()
+        seen = len(hosts.head.events())
+        hosts.head.kill(3)
+        hosts.head.wait_back(3, seen)
+        check_finished(hosts, epochs=8)
