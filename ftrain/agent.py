@@ -43,6 +43,7 @@ REFUSED_FOR_S = 10.0  # a token that is not the head's for so long will not beco
 BACKLOG_BYTES = 4 << 20  # that the head may be behind before workers are made to wait
 JOURNAL = 20_000  # records that the head may not have; some 10 MB
 IN_COLLECTIVE_S = 2.0  # before the connections of a worker are of interest to the head
+LINE_CHARACTERS = 100_000
 UNDERTAKER_S = 2.0  # for it to end by itself
 
 
@@ -299,7 +300,8 @@ class Agent:
             self._journal.append((self._seq, number, line))
             self._tell("record", seq=self._seq, child=number, line=line)
         elif pipe == "stdout" or tells(line):
-            self._tell("line", child=number, pipe=pipe, line=line)
+            # For the screen; this host's log has it whole.
+            self._tell("line", child=number, pipe=pipe, line=line[:LINE_CHARACTERS])
 
     def _forget_records(self, taken: int) -> None:
         while self._journal and self._journal[0][0] <= taken:
