@@ -26,6 +26,7 @@ from ftrain.endpoint import Endpoint
 from ftrain.errors import EXIT_REFUSED, EXIT_TRY_AGAIN
 from ftrain.hosts import ids_of
 from ftrain.local_host import Heard, LocalHost
+from ftrain.meeting_point import use_interface
 from ftrain.placement import Placement
 from ftrain.processes import Child, Exit, adopt_orphans, launch
 from ftrain.run_lock import RunLock
@@ -108,11 +109,9 @@ class Agent:
 
     def _open(self) -> None:
         """This host's own address is the one on the way to the head."""
-        addresses = dial_addresses(self._head)
-        self._own_address, self._interface = local_address_towards(addresses[0].host)
-        self._addresses = addresses
-        if self._interface:
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={self._interface}")
+        self._addresses = dial_addresses(self._head)
+        own, _ = local_address_towards(self._addresses[0].host)
+        use_interface(own, os.environ)
         workers = ids_of(self._place.node_rank, self._place.nodes, self._config.cluster.workers)
         argv = [sys.executable, "-m", "ftrain.undertaker", "{control}"]
         env = dict(os.environ)
@@ -121,7 +120,7 @@ class Agent:
             self._config,
             base=self._base,
             platform=self._platform,
-            address=self._own_address,
+            address=own,
             first_worker=min(workers, default=0),
             ears=self._ears,
             logs=self._logs,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+from collections.abc import MutableMapping
 
 from ftrain.addresses import head_address, listen
 from ftrain.endpoint import Endpoint
+from ftrain.interfaces import local_addresses
 from ftrain.placement import Placement
 
 SERVICE_PORTS = 16  # from the port after the hosts' own; for firewalls
@@ -34,6 +36,13 @@ class MeetingPoint:
         first = self.endpoint.port + 1
         ports = [first + (generation + i) % SERVICE_PORTS for i in range(SERVICE_PORTS)]
         return [port for port in ports if port < 1 << 16] + [0]
+
+
+def use_interface(address: str, environ: MutableMapping[str, str]) -> None:
+    """Has NCCL use the interface that has `address`, unless the user has named one."""
+    interface = local_addresses().get(address)
+    if interface:
+        environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
 def open_meeting_point(placement: Placement, token: bytes) -> MeetingPoint:

@@ -11,7 +11,7 @@ from ftrain.config import Config
 from ftrain.door import tell_hosts
 from ftrain.ears import Ears
 from ftrain.errors import EXIT_REFUSED, ConfigError, FtrainError
-from ftrain.meeting_point import MeetingPoint, open_meeting_point
+from ftrain.meeting_point import MeetingPoint, open_meeting_point, use_interface
 from ftrain.placement import Placement
 from ftrain.run_lock import RunLock, host_lock
 from ftrain.run_token import given_token, make_token, read_token
@@ -55,6 +55,7 @@ def run_head(
     token = given_token(os.environ, token_file)
     os.makedirs(config.run_dir, exist_ok=True)
     meeting = open_meeting_point(placement, token or make_token(config.run_dir))
+    use_interface(meeting.address, os.environ)
     verdict = Verdict(EXIT_REFUSED, "the head was refused; what it printed says why")
     try:
         code = run(meeting)
