@@ -1,20 +1,24 @@
-"""The command line: `ftrain run`, `check`, `debug`, `checkpoints`. No jax but to verify."""
+"""The command line: commands that take a config, and those that look at a run directory. No jax.
+
+`RUN_DIR_COMMANDS` is the table of the latter. Each is a module of that name with a
+`main(arguments) -> exit code`, imported when it is asked for.
+"""
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ftrain.config import Config, changed_keys, continue_problems, load_config, read_resolved
 from ftrain.environment import resolve_platform, worker_environment
 from ftrain.errors import (
     EXIT_DEFECT,
-    EXIT_GAVE_UP,
     EXIT_OK,
     EXIT_REFUSED,
     ConfigError,
@@ -28,24 +32,43 @@ from ftrain.versions import check_versions
 if TYPE_CHECKING:
     from ftrain.meeting_point import MeetingPoint
 
+Option = tuple[str, dict[str, Any]]
+JSON: Option = ("--json", {"action": "store_true", "help": "as JSON, for programs"})
+
+
+class RunDirCommand(NamedTuple):
+    """A command `ftrain NAME RUN_DIR [options]`, in the module `ftrain.NAME`."""
+
+    name: str
+    help: str
+    options: tuple[Option, ...] = (JSON,)
+
+
+RUN_DIR_COMMANDS = (
+    RunDirCommand(
+        "status",
+        "where a run is: live on a terminal, else once",
+        (JSON, ("--once", {"action": "store_true", "help": "print it once"})),
+    ),
+    RunDirCommand("verify", "judge a run by its records; exit 0 if no rule is broken, else 1"),
+    RunDirCommand(
+        "report",
+        "a run as one HTML file that opens offline",
+        (("-o", {"dest": "output", "metavar": "FILE", "help": "default: RUN_DIR/report.html"}),),
+    ),
+    RunDirCommand(
+        "checkpoints",
+        "list the checkpoints of a run and their health",
+        (JSON, ("--verify", {"action": "store_true", "help": "read each; 3 if one is torn"})),
+    ),
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; 1 is a defect of ftrain and shows a traceback."""
     arguments = _parser().parse_args(argv)
     try:
-        check_versions()
-        if arguments.command is _checkpoints:
-            return _checkpoints(arguments)
-        config = load_config(arguments.config, arguments.set, arguments.run_dir)
-        for name in (config.trainer, config.run_dir, config.init_from.path, config.compile_cache):
-            os.fsencode(name or "")  # what cannot be a file's name here is told below
-        base = find_base(config.trainer, arguments.config)
-        placement = find_placement(arguments, os.environ) if arguments.command is _run else None
-        platform = resolve_platform(config, os.environ, _workers_here(config, placement))
-        worker_environment(config, platform, os.environ)
-        if placement is not None:
-            return _run_hosts(config, base, platform, placement, arguments.token_file)
-        return arguments.command(config, base, platform)
+        return arguments.command(arguments)
     except FtrainError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_REFUSED
@@ -80,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
             help="replace a value of the config; may be given several times",
         )
         sub.add_argument("--run-dir", metavar="DIR", help="replace run_dir")
-        sub.set_defaults(command=command)
+        sub.set_defaults(command=_on_config, action=command)
         if command is _run:
             add_flags(sub)
             sub.add_argument(
@@ -88,19 +111,31 @@ def _parser() -> argparse.ArgumentParser:
                 metavar="FILE",
                 help="by what hosts know one another; default: FTRAIN_TOKEN, else run_dir/token",
             )
-    _add_checkpoints(commands)
+    for reader in RUN_DIR_COMMANDS:
+        sub = commands.add_parser(reader.name, help=reader.help, description=reader.help)
+        sub.add_argument("run_dir", metavar="RUN_DIR", help="the run_dir of an `ftrain run`")
+        for flag, settings in reader.options:
+            sub.add_argument(flag, **settings)
+        sub.set_defaults(command=_on_run_dir, module=f"ftrain.{reader.name}")
     return parser
 
 
-def _add_checkpoints(commands: argparse._SubParsersAction) -> None:
-    text = "list the checkpoints of a run and their health"
-    sub = commands.add_parser("checkpoints", help=text, description=text)
-    sub.add_argument("run_dir", metavar="RUN_DIR", help="the folder of a run")
-    sub.add_argument(
-        "--verify", action="store_true", help="read each and compare its digest; 3 if one is torn"
-    )
-    sub.add_argument("--json", action="store_true", help="print a JSON list")
-    sub.set_defaults(command=_checkpoints)
+def _on_config(arguments: argparse.Namespace) -> int:
+    check_versions()
+    config = load_config(arguments.config, arguments.set, arguments.run_dir)
+    for name in (config.trainer, config.run_dir, config.init_from.path, config.compile_cache):
+        os.fsencode(name or "")  # what cannot be a file's name here is told by `main`
+    base = find_base(config.trainer, arguments.config)
+    placement = find_placement(arguments, os.environ) if arguments.action is _run else None
+    platform = resolve_platform(config, os.environ, _workers_here(config, placement))
+    worker_environment(config, platform, os.environ)
+    if placement is not None:
+        return _run_hosts(config, base, platform, placement, arguments.token_file)
+    return arguments.action(config, base, platform)
+
+
+def _on_run_dir(arguments: argparse.Namespace) -> int:
+    return importlib.import_module(arguments.module).main(arguments)
 
 
 def _workers_here(config: Config, placement: Placement | None) -> int | None:
@@ -212,20 +247,6 @@ def _has_checkpoints(config: Config) -> bool:
     """Whether the run is to be continued: then `init_from` is not read again."""
     folder = os.path.join(config.run_dir, "checkpoints")
     return os.path.isdir(folder) and any(name.isdigit() for name in os.listdir(folder))
-
-
-def _checkpoints(arguments: argparse.Namespace) -> int:
-    from ftrain.checkpoints_table import show
-
-    # To read takes no accelerator, and none may be taken from a run.
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    all_good = show(
-        arguments.run_dir,
-        verify=arguments.verify,
-        as_lines=not arguments.json,
-        write=sys.stdout.write,
-    )
-    return EXIT_OK if all_good or not arguments.verify else EXIT_GAVE_UP
 
 
 def _check(config: Config, base: str, platform: str) -> int:

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from typing import Any
 
 from ftrain.beat import Beat
+from ftrain.board import Board
 from ftrain.config import Config
 from ftrain.errors import EXIT_OK, EXIT_REFUSED, ConfigError, FtrainError
 from ftrain.events import EventLog
 from ftrain.recorder import Recorder
+from ftrain.records import Event, commit_of, event_of
 from ftrain.run_lock import RunLock
 from ftrain.screen import Screen
 from ftrain.story import Story
@@ -26,7 +30,11 @@ class Foreground:
     def __init__(self, config: Config):
         self._screen = Screen(live=False)
         self._story = Story(self._screen, config)
-        self._recorder = Recorder(config.run_dir, EventLog(config.run_dir), self._story.fact)
+        log = EventLog(config.run_dir)
+        self._board = Board(config.run_dir)
+        self._board.event(Event(time.time(), "run_started", {"config": config.model_dump()}))
+        log.listen(lambda row: self._board.event(event_of(row)))
+        self._recorder = Recorder(config.run_dir, log, self._on_fact)
 
     def report(self, record: str, **fields: object) -> None:
         """Takes a record as the supervisor does."""
@@ -41,10 +49,13 @@ class Foreground:
                 str(fields["traceback"] or fields.get("message") or fields.get("error"))
             )
         elif record != "ready":
-            import time
-
             self._recorder.take(0, {"record": record, "t": time.time(), **fields})
-            self._story.tick(self._recorder.step, [0])
+            self._screen.status(self._board.snapshot(time.time()))
+
+    def _on_fact(self, kind: str, fields: dict[str, Any]) -> None:
+        if kind == "commit":
+            self._board.commit(commit_of(fields))
+        self._story.fact(kind, fields)
 
     def wait_for_go(self) -> tuple[str, list[int]]:
         """Nobody to wait for."""

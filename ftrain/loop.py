@@ -130,7 +130,7 @@ class StepLoop:
                 # All members come here together, with whatever the body computed uncommitted (R1).
                 if self.members.finished():
                     return  # one of them has left, as all may (R8)
-                self._abort(view)
+                self._abort(view, time.perf_counter() - started)
             else:
                 self._commit(view, new, time.perf_counter() - started)
 
@@ -152,13 +152,15 @@ class StepLoop:
             return self._pause()
         return self._step(view)
 
-    def _abort(self, view: View) -> None:
+    def _abort(self, view: View, seconds: float) -> None:
+        self.beat.take_spent()  # counted as an abort, whatever it was
         alive = self.members.answered()
         self.report(
             "step_aborted",
             step=self.state.step + 1 if self.state else None,
             view=self.members.name,
             failed=[w for w in view.workers if w not in alive],
+            seconds=seconds,
         )
         self.agreed = self.differ = None
 
@@ -178,6 +180,7 @@ class StepLoop:
                 eval_due=self._evaluation_due(),
                 metrics=new.metrics,
                 skipped=new.skipped,
+                spent=self.beat.take_spent(),
             )
             self.hook = new.metrics if view.lowest == self.members.me else None
         if new.evaluated is not None:
@@ -207,6 +210,7 @@ class StepLoop:
                 "identity": self.admission.fingerprint,
             },
         )
+        settled = time.perf_counter()
         self._open_plane(view)
         # R5: blank ranks below every step, and of those furthest ahead the lowest gives.
         ahead = {w: -1 if holds[w]["step"] is None else holds[w]["step"] for w in view.workers}
@@ -235,7 +239,9 @@ class StepLoop:
             step=self.state.step,
             lineage=self.progress.lineage,
             seconds=time.perf_counter() - started,
+            sync_s=time.perf_counter() - settled,
         )
+        self.beat.take_spent()  # told just now
         return None
 
     def _begin(self) -> None:
@@ -451,4 +457,5 @@ class StepLoop:
         every = self.config.checkpoint.every_steps
         due = every and self.state.step and self.state.step % every == 0
         if due and view.lowest == self.members.me and not self._evaluation_due():
+            self.beat.phase("copy")
             self.saver.save(self.spec, self.state)

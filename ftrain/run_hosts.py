@@ -10,7 +10,7 @@ from ftrain.agent import Agent
 from ftrain.config import Config
 from ftrain.door import tell_hosts
 from ftrain.ears import Ears
-from ftrain.errors import EXIT_REFUSED, ConfigError, FtrainError
+from ftrain.errors import EXIT_DEFECT, EXIT_REFUSED, ConfigError, FtrainError
 from ftrain.meeting_point import MeetingPoint, open_meeting_point, use_interface
 from ftrain.placement import Placement
 from ftrain.run_lock import RunLock, host_lock
@@ -56,7 +56,7 @@ def run_head(
     os.makedirs(config.run_dir, exist_ok=True)
     meeting = open_meeting_point(placement, token or make_token(config.run_dir))
     use_interface(meeting.address, os.environ)
-    verdict = Verdict(EXIT_REFUSED, "the head was refused; what it printed says why")
+    verdict = Verdict(EXIT_DEFECT, "a defect of ftrain on the head, which has printed a traceback")
     try:
         code = run(meeting)
         verdict = Verdict(code, "the run has finished already")

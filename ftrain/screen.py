@@ -1,15 +1,21 @@
-"""What the user sees: lines that stay, and on a terminal one status line that moves."""
+"""What the user sees: lines that stay, and where the run is: on a terminal a panel below them."""
 
 from __future__ import annotations
 
 import sys
 import time
+from typing import TYPE_CHECKING
+
+from ftrain.panel import one_line, panel
+
+if TYPE_CHECKING:
+    from ftrain.snapshot import Snapshot
 
 PLAIN_EVERY_S = 5.0
 
 
 class Screen:
-    """On a terminal a live status line; elsewhere the same as a plain line now and then."""
+    """On a terminal a panel that is always the newest; elsewhere a plain line now and then."""
 
     def __init__(self, *, live: bool = True):
         self._live = None
@@ -31,21 +37,21 @@ class Screen:
             sys.stdout.write(text + "\n")
             sys.stdout.flush()
 
-    def status(self, text: str) -> None:
-        """Where the run is; called often, shown as often as is of use."""
-        now = time.monotonic()
+    def status(self, snapshot: Snapshot) -> None:
+        """Where the run is; called about once a second."""
         if self._live is not None:
-            if now - self._shown_at > 0.2 or not text:
-                from rich.text import Text
-
-                self._live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
-                self._shown_at = now
-        elif text and text != self._status and now - self._shown_at > PLAIN_EVERY_S:
+            self._live.update(panel(snapshot), refresh=True)
+            return
+        now = time.monotonic()
+        if snapshot.target is None or not snapshot.step or now - self._shown_at < PLAIN_EVERY_S:
+            return  # nothing to tell yet, or told just now
+        text = one_line(snapshot)
+        if text != self._status:
             self.line(text)
             self._status, self._shown_at = text, now
 
     def close(self) -> None:
-        """Takes the status line away."""
+        """Takes the panel away."""
         if self._live is not None:
             self._live.stop()
             self._live = None

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
 from ftrain.errors import EXIT_OK, EXIT_TRY_AGAIN
-from ftrain.target import Target
 
 if TYPE_CHECKING:
     from ftrain.beat import Reading
@@ -19,7 +17,6 @@ if TYPE_CHECKING:
     from ftrain.slots import Slot
     from ftrain.stacks import Stack
 
-RATE_WINDOW_S = 10.0
 CLOCKS_AGREE_S = 1.0
 
 
@@ -38,14 +35,8 @@ class Story:
     def __init__(self, screen: Screen, config: Config):
         self._screen, self._config = screen, config
         self._deaths: dict[int, _Death] = {}
-        self._commits: collections.deque[tuple[float, int]] = collections.deque()
-        self._loss = float("nan")
-        self._target: Target | None = None  # once a worker has opened the data set
-        self._last_step: int | None = None
-        self._last_commit_t: float | None = None
         self._saved: int | None = None
-        self._begun = self._seen_all = False
-        self._evaluated: dict[str, float] = {}
+        self._begun = False
 
     # What happens to processes.
 
@@ -127,17 +118,7 @@ class Story:
         if teller is not None:
             teller(fields)
 
-    def _tell_target_known(self, fields: dict[str, Any]) -> None:
-        self._target = Target(fields["steps"], fields["samples"], self._config.batch_size)
-
     def _tell_commit(self, line: dict[str, Any]) -> None:
-        if self._target is not None:
-            self._last_step = self._target.last_step(line["step"], line["samples"])
-        self._loss = line["loss"]
-        self._commits.append((line["t"], line["step"]))
-        self._last_commit_t = line["t"]
-        while self._commits[0][0] < line["t"] - RATE_WINDOW_S:
-            self._commits.popleft()
         untold = [d for d in self._deaths.values() if not d.told]
         if untold:
             self._tell_deaths(untold, line)
@@ -176,7 +157,6 @@ class Story:
         self._screen.line(f"step {fields['step']} skipped, the state stays: {fields['what']}")
 
     def _tell_evaluated(self, fields: dict[str, Any]) -> None:
-        self._evaluated = fields["metrics"]
         values = ", ".join(f"{k} {v:.4g}" for k, v in fields["metrics"].items())
         self._screen.line(f"evaluation at step {fields['step']}: {values}")
 
@@ -203,33 +183,10 @@ class Story:
             f"the checkpoint of step {fields['step']} could not be written: {fields['error']}"
         )
 
-    # The moving line, and the last ones.
-
-    def tick(self, step: int, workers: list[int]) -> None:
-        """Updates the status line."""
-        steps = self._last_step
-        if not self._commits or steps is None:
-            return
-        parts = [f"step {step}/{steps}", f"loss {self._loss:.4g}"]
-        rate = self._steps_per_s()
-        if rate:
-            left = int((steps - step) / rate)
-            parts += [
-                f"{rate * self._config.batch_size:,.0f} samples/s",
-                f"{left // 60}:{left % 60:02d} left",
-            ]
-        parts.append(f"workers {_ids(workers)}")
-        if self._saved is not None:
-            parts.append(f"saved {self._saved}")
-        self._screen.status("  ".join(parts))
-
-    def _steps_per_s(self) -> float:
-        (t0, s0), (t1, s1) = self._commits[0], self._commits[-1]
-        return (s1 - s0) / (t1 - t0) if t1 > t0 else 0.0
+    # The last lines.
 
     def finished(self, code: int, reason: str) -> None:
         """The last lines: what came of it, where it is, and the first cause if it failed."""
-        self._screen.status("")
         self._screen.close()
         folder = self._config.run_dir
         if code == EXIT_OK:

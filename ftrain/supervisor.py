@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 import time
 from typing import Any
 
 from ftrain import restart
+from ftrain.board import Board
 from ftrain.config import Config
 from ftrain.ears import Ears
 from ftrain.errors import EXIT_GAVE_UP, EXIT_TRY_AGAIN, RestartLimitError
@@ -23,6 +25,7 @@ from ftrain.local_host import LOOPBACK, Heard, LocalHost
 from ftrain.meeting_point import MeetingPoint
 from ftrain.processes import Child, Exit, adopt_orphans, launch
 from ftrain.recorder import Recorder
+from ftrain.records import commit_of, event_of, read_records
 from ftrain.remote_host import RemoteHost
 from ftrain.run_lock import RunLock
 from ftrain.screen import Screen
@@ -33,6 +36,7 @@ from ftrain.warden import Warden
 from ftrain.worker_logs import Logs
 
 TICK_S = 0.1
+STATUS_EVERY_S = 1.0
 REFUSED_WAIT_S = 3.0  # for the other workers to say that they fail in the same way
 SURVIVORS_FIRST_S = 0.5  # how long a replacement waits for the others' next commit
 COORDINATOR_EXIT_S = 5.0  # for it to end by itself
@@ -58,6 +62,10 @@ class Supervisor:
         self._config, self._platform = config, platform
         self._lock, self._log, self._screen = lock, log, screen
         self._story = Story(screen, config)
+        self._board = Board(config.run_dir)
+        self._board.read(read_records(config.run_dir))
+        log.listen(lambda row: self._board.event(event_of(row)))
+        self._shown_at = float("-inf")
         self._recorder = Recorder(config.run_dir, log, self._on_fact)
         self._logs = Logs(config.run_dir)
         self._slots = [Slot(i) for i in range(config.cluster.workers)]
@@ -114,6 +122,7 @@ class Supervisor:
         self._recorder.close()
         self._logs.close()
         self._log("run_finished", step=self._recorder.step, exit_code=code, reason=reason)
+        self._show(live=False)
         self._story.finished(code, reason)
         self._hosts.dismiss_all(self._verdict)
         return code
@@ -312,6 +321,7 @@ class Supervisor:
                     pid=slot.child.pid,
                     seconds=time.monotonic() - slot.started_at,
                     cpu_s=record["cpu_s"],
+                    compile_s=record["compile_s"],
                 )
                 self._first_ready_at = self._first_ready_at or time.monotonic()
             case "left":
@@ -328,6 +338,8 @@ class Supervisor:
 
     def _on_fact(self, kind: str, fields: dict[str, Any]) -> None:
         self._logs.supervisor(f"{kind} {json.dumps(fields)}")
+        if kind == "commit":
+            self._board.commit(commit_of(fields))
         self._story.fact(kind, fields)
 
     def _let_go(self) -> None:
@@ -431,9 +443,17 @@ class Supervisor:
         self._let_go()
         self._warden.tick(now, self._coordinator)
         self._judge(now)
-        self._story.tick(
-            self._recorder.step, [s.worker for s in self._slots if s.going and s.child]
-        )
+        if now > self._shown_at + STATUS_EVERY_S:
+            self._shown_at = now
+            self._show()
+
+    def _show(self, *, live: bool = True) -> None:
+        """Where the run is, on the screen and for `ftrain status`."""
+        readings = {s.worker: s.reading() for s in self._slots if s.child is not None}
+        snapshot = self._board.snapshot(time.time(), readings, time.monotonic(), os.getpid())
+        snapshot.write()
+        if live:
+            self._screen.status(snapshot)
 
     def _judge(self, now: float) -> None:
         """Whether the run is over, and how."""

@@ -139,7 +139,8 @@ def work(job: Assignment, report: Callable[..., None], beat: Beat, control: Cont
     except BaseException as error:  # noqa: BLE001  the user's code: told once, with its traceback
         refuse(report, f"{type(error).__name__}: {error}", user_traceback(error))
     beat.phase("ready")
-    report("ready", cpu_s=time.process_time())
+    spent = beat.take_spent()
+    report("ready", cpu_s=time.process_time(), compile_s=spent.get("compile", 0.0))
     name, together = control.wait_for_go()
     try:
         loop.run(together, name)
@@ -331,7 +332,8 @@ def trace(
     From here on the trainer's config has the number of steps, also where epochs were asked for.
     """
     from ftrain.evaluation import Evaluation
-    from ftrain.step import StepPrograms, state_spec
+    from ftrain.initial import state_spec
+    from ftrain.step import StepPrograms
     from ftrain.sync import HEADER
     from ftrain.target import target_of
 

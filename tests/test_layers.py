@@ -26,6 +26,7 @@ LAYERS = [
     ["stacks", "tcp_sockets"],
     [
         "errors",
+        "findings",
         "beat",
         "order",
         "compile_lock",
@@ -33,7 +34,6 @@ LAYERS = [
         "match",
         "node_list",
         "processes",
-        "screen",
         "tree",
         "worker_logs",
         "undertaker",
@@ -69,9 +69,11 @@ LAYERS = [
         "verdict",
         "target",
     ],
-    ["mesh", "digests", "transfer", "replicas", "addresses", "placement"],
-    ["reduction"],
-    ["sync", "identity"],
+    ["mesh", "digests", "transfer", "replicas", "initial", "loss", "records"],
+    ["addresses", "placement"],
+    ["reduction", "contribution"],
+    ["update", "explain"],
+    ["sync", "identity", "recoveries", "step_rules"],
     [
         "config",
         "recorder",
@@ -82,9 +84,13 @@ LAYERS = [
         "checkpoint",
         "evaluation",
         "membership",
+        "fault_rules",
+        "goodput",
+        "lanes",
+        "snapshot",
     ],
-    ["admission", "load"],
-    ["sources"],
+    ["admission", "load", "verify", "board", "panel"],
+    ["sources", "screen", "status", "report"],
     ["init_from"],
     ["environment", "loop", "worker", "meeting_point"],
     ["local_host"],
@@ -92,7 +98,7 @@ LAYERS = [
     ["hosts"],
     ["supervisor", "agent"],
     ["run_hosts"],
-    ["check", "debug", "template", "checkpoints_table"],
+    ["check", "debug", "template", "checkpoints"],
     ["cli"],
 ]
 
@@ -100,7 +106,9 @@ PROCESS_SIDE = set(
     """
     cli supervisor restart recorder story screen slots processes run_lock watchdog events config
     errors yaml_lines environment user_code beat versions worker_logs forking ears
-    verdict stacks warden target match pretrained checkpoints_table
+    verdict stacks warden target match pretrained checkpoints
+    findings records recoveries step_rules fault_rules verify goodput
+    snapshot board panel status lanes report
     agent door hosts local_host meeting_point remote_host run_hosts run_token undertaker wire
     addresses endpoint interfaces node_list placement schedulers
 """.split()
@@ -245,7 +253,17 @@ def loaded_after(statement: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["ftrain", "ftrain.supervisor", "ftrain.cli", "ftrain.user_code", "ftrain.config"]
+    "module",
+    [
+        "ftrain",
+        "ftrain.supervisor",
+        "ftrain.cli",
+        "ftrain.user_code",
+        "ftrain.config",
+        "ftrain.verify",
+        "ftrain.report",
+        "ftrain.status",
+    ],
 )
 def test_importing_the_process_side_loads_no_jax(module):
     """In a real interpreter, whatever the sources look like."""

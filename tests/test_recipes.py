@@ -19,7 +19,7 @@ import pytest
 
 from ftrain.config import load_config
 from ftrain.data import ShardReader, Source
-from ftrain.step import initial_state
+from ftrain.initial import initial_state
 from ftrain.user_code import load_trainer
 from ftrain.worker import trace
 from recipes import chars, digits

@@ -269,24 +269,36 @@ def test_a_view_is_recorded_once(records):
     for view, workers in (("v1", [0, 1]), ("v2", [1])):
         for worker in workers:
             records.take(
-                worker, "view_changed", view=view, workers=workers, step=3, lineage=1, seconds=0.1
+                worker,
+                "view_changed",
+                view=view,
+                workers=workers,
+                step=3,
+                lineage=1,
+                seconds=0.5,
+                sync_s=0.25,
             )
-    assert [e["workers"] for e in records.events("view_changed")] == [[0, 1], [1]]
+    events = records.events("view_changed")
+    assert [e["workers"] for e in events] == [[0, 1], [1]]
+    assert [(e["t"], e["seconds"], e["sync_s"]) for e in events] == [
+        (100.0, 0.5, 0.25),
+        (101.0, 0.5, 0.25),
+    ]
 
 
 def test_an_abort_is_recorded_once_with_who_failed(records):
     """Per attempt, not per member."""
     for worker in (0, 1):
-        records.take(worker, "step_aborted", view="v1", step=8, failed=[2])
+        records.take(worker, "step_aborted", view="v1", step=8, failed=[2], seconds=0.5)
     [event] = records.events("step_aborted")
-    assert (event["step"], event["failed"]) == (8, [2])
+    assert (event["step"], event["failed"], event["seconds"]) == (8, [2], 0.5)
 
 
 def test_aborts_with_nobody_dead_are_counted_until_something_moves(records):
     """Ten of them at one step are a crash loop; a death or a commit begins the count anew."""
 
     def abort(view: str, failed: list[int]) -> int:
-        records.take(0, "step_aborted", view=view, step=8, failed=failed)
+        records.take(0, "step_aborted", view=view, step=8, failed=failed, seconds=0.5)
         return records.recorder.aborts_in_place
 
     assert [abort("a", []), abort("b", []), abort("c", [1]), abort("d", [])] == [1, 2, 0, 1]

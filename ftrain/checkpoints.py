@@ -7,15 +7,17 @@ digest; only then jax is imported.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import json
 import os
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ftrain.errors import CheckpointUnreadableError, ConfigError
+from ftrain.errors import EXIT_GAVE_UP, EXIT_OK, CheckpointUnreadableError, ConfigError
 
 # What Orbax 0.12 leaves in a folder that it has written to the end; `d` holds the arrays.
 PARTS = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "d")
@@ -79,11 +81,13 @@ def as_json(found: Sequence[Entry], now: float) -> str:
     return json.dumps(rows, indent=1) + "\n"
 
 
-def show(run_dir: str, *, verify: bool, as_lines: bool, write: Callable[[str], object]) -> bool:
-    """Prints the list; tells whether every entry is good."""
-    found, now = entries(run_dir, verify=verify), time.time()
-    write(table(found, now) if as_lines else as_json(found, now))
-    return all(e.is_good for e in found)
+def main(arguments: argparse.Namespace) -> int:
+    """Prints the list; 3 if one was read and is not good."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # to read takes no accelerator, and none from a run
+    found, now = entries(arguments.run_dir, verify=arguments.verify), time.time()
+    sys.stdout.write(as_json(found, now) if arguments.json else table(found, now))
+    all_good = all(e.is_good for e in found)
+    return EXIT_OK if all_good or not arguments.verify else EXIT_GAVE_UP
 
 
 def size_text(size: float) -> str:
