@@ -33,7 +33,7 @@ from ftrain.run_lock import RunLock
 from ftrain.screen import Screen
 from ftrain.slots import tells
 from ftrain.verdict import Verdict
-from ftrain.wire import Message, Wire, WireError, call_head
+from ftrain.wire import VERSION, Message, Wire, WireError, call_head
 from ftrain.worker_logs import Logs
 
 TICK_S = 0.1
@@ -162,6 +162,7 @@ class Agent:
                 self._greet(call_head(tuple(address), token, CALL_TIMEOUT_S))
                 return
             except OSError as error:
+                self._refused_since = None
                 self._why_alone = f"{address}: {error.strerror or error}"
             except WireError as error:
                 self._why_alone = f"{address}: {error}"
@@ -180,6 +181,7 @@ class Agent:
         self._ears.watch(wire, self._hear)
         wire.send(
             "hello",
+            version=VERSION,
             rank=self._place.node_rank,
             nodes=self._place.nodes,
             config=self._config.to_json(),

@@ -16,7 +16,7 @@ from ftrain.config import HOST_OWN_KEYS, Config, changed_keys
 from ftrain.door import Door
 from ftrain.local_host import LocalHost
 from ftrain.remote_host import RemoteHost
-from ftrain.wire import Message, Wire, WireError, see_off
+from ftrain.wire import VERSION, Message, Wire, WireError, see_off
 
 if TYPE_CHECKING:
     from ftrain.ears import Ears
@@ -123,7 +123,10 @@ class Hosts:
 
     def _why_not(self, hello: Message) -> dict[str, Any] | None:
         """Why an agent may not take its rank, and whether another try can help; None if it may."""
-        rank, nodes = hello.get("rank"), hello.get("nodes")
+        if hello.get("version") != VERSION:
+            reason = "another version of ftrain than the head's; install one on every host"
+            return {"reason": reason, "again": False}
+        rank, nodes = hello["rank"], hello["nodes"]
         if nodes != self._nodes or rank not in range(1, self._nodes):
             reason = (
                 f"host {rank} of {nodes} to itself, and the head has hosts 0 to {self._nodes - 1}; "

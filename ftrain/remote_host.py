@@ -155,6 +155,8 @@ class RemoteHost:
         lost, self._children = self._children, {}
         for child in lost.values():
             self._late[child.number] = child.heard.late
+            if not child.pid:  # it may have been, and the word of it been lost
+                child.heard.started(0)
             child.heard.ended(Exit(None, "SIGKILL"), reason)
 
     def tick(self, now: float) -> None:

@@ -28,6 +28,7 @@ NONCE_BYTES = 32
 PROOF_BYTES = 32
 PROVE_S = 5.0  # for a guest, from its connection to its proof and first message
 SEE_OFF_S = 2.0
+VERSION = 1  # of what is said, in the first message of a guest
 MAX_FRAME_BYTES = 16 << 20  # of JSON; what workers report is kilobytes
 _HEADER = struct.Struct(">I16s")
 
@@ -59,7 +60,6 @@ class Wire:
         self._side, self._other = side, "guest" if side == "head" else "head"
         self._sent = self._taken = 0  # frames
         self._out, self._in = bytearray(), bytearray()
-        self.own_host = sock.getsockname()[0]
         self.peer_host = sock.getpeername()[0]
         self.heard_at = time.monotonic()  # when the other side last said something
 

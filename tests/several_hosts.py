@@ -139,6 +139,7 @@ class HostsRun:
     Attributes:
       head: its `Run` on host 0, whose records are the run's.
       net: the namespaces, None on loopback.
+      sets: values of the config for whoever is started next.
     """
 
     def __init__(
@@ -150,11 +151,12 @@ class HostsRun:
         net: Namespaces | None,
         coordinator: str,
         env: dict[str, str],
+        ranks: Sequence[int],
     ):
-        self._config, self._run_dir, self._sets, self._env = config, run_dir, sets, env
+        self._config, self._run_dir, self.sets, self._env = config, run_dir, sets, env
         self.count, self.net, self.coordinator = hosts, net, coordinator
         self.runs: dict[int, Run] = {}
-        for rank in range(hosts):
+        for rank in ranks:
             self.start(rank)
 
     @property
@@ -168,7 +170,7 @@ class HostsRun:
         run = Run(
             self._config,
             self._run_dir,
-            *self._sets,
+            *self.sets,
             env=self._env,
             prefix=self.net.prefix(rank) if self.net else (),
             flags=[*where, "--coordinator", self.coordinator, *flags],
@@ -219,15 +221,28 @@ def hosts_run(
     loopback: bool = False,
     coordinator: str = f"10.77.0.1:{PORT}",
     env: dict[str, str] | None = None,
+    ranks: Sequence[int] | None = None,
 ) -> Iterator[HostsRun]:
-    """A run that is ended with everything it started; skips the test where it cannot be had."""
+    """A run that is ended with everything it started; skips the test where it cannot be had.
+
+    Args:
+      config: its file.
+      run_dir: shared by all hosts.
+      sets: values that replace the config's.
+      hosts: how many.
+      loopback: all of them without namespaces of their own.
+      coordinator: the head's address and port, in namespaces.
+      env: what is added to their environment.
+      ranks: the hosts that are started at once; all of them, if it is not given.
+    """
     if not loopback and why_not():
         pytest.skip(why_not())
     with contextlib.ExitStack() as stack:
         net = None if loopback else stack.enter_context(Namespaces(hosts))
         if loopback:
             coordinator = f"127.0.0.1:{free_port()}"
-        run = HostsRun(config, run_dir, sets, hosts, net, coordinator, env or {})
+        ranks = range(hosts) if ranks is None else ranks
+        run = HostsRun(config, run_dir, sets, hosts, net, coordinator, env or {}, ranks)
         try:
             yield run
         finally:

@@ -6,13 +6,21 @@ replicas alike, nothing left running, and one exit code on all hosts.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
+import socket
 
 import pytest
 
-from tests.checks import check_deaths_explained, check_each_step_once, check_replicas_agree
-from tests.runs import is_alive
+from tests.checks import (
+    check_deaths_explained,
+    check_each_step_once,
+    check_history,
+    check_replicas_agree,
+)
+from tests.runs import Run, is_alive
 from tests.several_hosts import HostsRun, hosts_run
 from tests.test_ledger import check_ledger
 
@@ -157,3 +165,95 @@ def test_hosts_may_have_addresses_of_ipv6_alone(tmp_path):
         hosts.head.kill(3)
         hosts.head.wait_back(3, seen)
         check_finished(hosts, epochs=8)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_head_that_is_started_again_finds_its_hosts(tmp_path):
+    """The agent calls until it is there, and the newest checkpoint continues; one lineage."""
+    sets = ["checkpoint.every_steps=20", "epochs=12"]
+    with hosts_run(CONFIG, tmp_path / "run", *sets) as hosts:
+        hosts.wait_all()
+        hosts.head.wait_for_event("checkpoint_saved")
+        pids = [hosts.head.pid(w) for w in workers_at(hosts, 1)]
+        hosts.kill(0)
+        hosts.start(0)
+        hosts.head.wait_until("their ends", lambda: not any(map(is_alive, pids)))
+        assert hosts.finish() == [0, 0]
+        check_history(hosts.head)
+        check_replicas_agree(hosts.head)
+        assert len(hosts.head.events("checkpoint_restored")) == 1
+        assert hosts.net.processes(1) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_agent_that_dies_takes_all_that_its_workers_forked_with_it(tmp_path):
+    """And another one of its rank, on the same host at once, begins when nothing is left."""
+    sets = ["trainer=tests/trainers.py:Forks", "steps=300", "trainer_args.pause_s=0.01"]
+    with hosts_run("tests/paced.yaml", tmp_path / "run", *sets, loopback=True) as hosts:
+        hosts.wait_all()
+        seen, workers = len(hosts.head.events()), workers_at(hosts, 1)
+        logs = [(tmp_path / f"run/logs/worker-{w}.log").read_text() for w in workers]
+        forked = [int(re.findall(r"forked (\d+)", log)[-1]) for log in logs]
+        assert len(forked) == len(workers) and all(map(is_alive, forked))
+        hosts.runs[1].process.kill()
+        hosts.runs[1].process.wait()
+        hosts.start(1)
+        hosts.head.wait_for_event("host_joined", after=seen, host=1)
+        assert not any(map(is_alive, forked))
+        for worker in workers:
+            hosts.head.wait_back(worker, seen)
+        assert hosts.finish() == [0, 0]
+        check_each_step_once(hosts.head, 300)
+        check_replicas_agree(hosts.head)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_outsiders_at_the_port_and_another_token_change_nothing(tmp_path):
+    """A host with another token is told so and exits 2; the run is that of two hosts."""
+    sets = ["steps=200", "cluster.workers=2"]
+    with hosts_run("tests/paced.yaml", tmp_path / "run", *sets, loopback=True) as hosts:
+        hosts.wait_all()
+        host, port = hosts.coordinator.split(":")
+        outsiders = [socket.create_connection((host, int(port))) for _ in range(100)]
+        for i, outsider in enumerate(outsiders):
+            with contextlib.suppress(ConnectionError):  # too many at once: the oldest go
+                outsider.sendall(os.urandom(i))
+        (tmp_path / "token").write_text("this is another token")
+        own = [*sets, "run_dir=" + str(tmp_path / "other")]
+        stranger = Run(
+            "tests/paced.yaml",
+            tmp_path / "other",
+            *own,
+            flags=[
+                *("--nodes", "2", "--node-rank", "1", "--coordinator", hosts.coordinator),
+                *("--token-file", str(tmp_path / "token")),
+            ],
+        )
+        assert stranger.finish() == 2
+        assert "give the same FTRAIN_TOKEN or --token-file on every host" in stranger.output
+        assert hosts.finish() == [0, 0]
+        for outsider in outsiders:
+            outsider.close()
+        check_each_step_once(hosts.head, 200)
+        assert len(hosts.head.events("host_joined")) == 1
+        # Again: the run has finished, and every host is told.
+        for rank in (0, 1):
+            hosts.start(rank)
+        assert hosts.finish() == [0, 0]
+        assert "the run has finished already" in hosts.runs[1].output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_host_with_another_config_is_refused_with_both_sides(tmp_path):
+    """The head waits for the right one; nothing was begun with the wrong one."""
+    with hosts_run("tests/paced.yaml", tmp_path / "run", "steps=30", loopback=True, ranks=[0]) as h:
+        h.sets = ["steps=31", "seed=1"]
+        assert h.start(1).finish() == 2
+        assert "steps is 30 on the head, 31 here; seed is 0 on the head, 1 here" in h.runs[1].output
+        h.sets = ["steps=30"]
+        h.start(1)
+        assert h.finish() == [0, 0]
