@@ -35,10 +35,13 @@ PHASES = (
     "evaluate",  # a part of an evaluation
     "save",  # at the end: the last checkpoint is being written
     "pause",  # too few workers
+    "profile",  # the profiler starts, or stops and writes its trace
 )
 WAITING = frozenset({"barrier", "settle", "sync", "compare", "reduce"})  # a culprit is elsewhere
 COLLECTIVES = frozenset({"sync", "compare", "reduce", "evaluate"})
-UNHURRIED = frozenset({"connect", "compile", "restore", "save"})  # long without being stuck
+UNHURRIED = frozenset(
+    {"connect", "compile", "restore", "save", "profile"}
+)  # long without being stuck
 UNTIMED = frozenset({"start", "ready", "pause"})  # others see to these
 
 _LAYOUT = struct.Struct("<qqqd")  # round, step, phase, since

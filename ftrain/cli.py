@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ftrain.chaos.command import add_arguments
 from ftrain.config import Config, changed_keys, continue_problems, load_config, read_resolved
 from ftrain.environment import resolve_platform, worker_environment
 from ftrain.errors import (
@@ -92,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         ("run", _run, "train, or continue; workers may die"),
         ("check", _check, "do all that a start does, without starting"),
         ("debug", _debug, "one worker in the foreground, for breakpoint() and profilers"),
+        ("chaos", _chaos, "run under faults, heal, and judge what became of the run"),
     ):
         sub = commands.add_parser(name, help=text, description=text)
         sub.add_argument("config", metavar="CONFIG", help="a YAML file, see configs/")
@@ -111,6 +113,9 @@ def _parser() -> argparse.ArgumentParser:
                 metavar="FILE",
                 help="by what hosts know one another; default: FTRAIN_TOKEN, else run_dir/token",
             )
+        if command is _chaos:
+            add_arguments(sub)
+            sub.set_defaults(command=_chaos)
     for reader in RUN_DIR_COMMANDS:
         sub = commands.add_parser(reader.name, help=reader.help, description=reader.help)
         sub.add_argument("run_dir", metavar="RUN_DIR", help="the run_dir of an `ftrain run`")
@@ -162,6 +167,7 @@ def _run(config: Config, base: str, platform: str, meeting: MeetingPoint | None 
     from ftrain.events import EventLog
     from ftrain.run_lock import RunLock
     from ftrain.screen import Screen
+    from ftrain.sinks import Sinks
     from ftrain.supervisor import Supervisor
 
     if config.init_from.path and not _has_checkpoints(config):
@@ -176,6 +182,7 @@ def _run(config: Config, base: str, platform: str, meeting: MeetingPoint | None 
             f"set a larger `{'steps' if config.epochs is None else 'epochs'}` to train on\n"
         )
         return EXIT_OK
+    sinks = Sinks(config, base)
     log = EventLog(config.run_dir)
     log("run_started", config=config.model_dump(), changed=changed)
     screen = Screen()
@@ -187,6 +194,7 @@ def _run(config: Config, base: str, platform: str, meeting: MeetingPoint | None 
             lock=lock,
             log=log,
             screen=screen,
+            sinks=sinks,
             meeting=meeting,
         ).run()
     finally:
@@ -255,6 +263,13 @@ def _check(config: Config, base: str, platform: str) -> int:
 
 def _debug(config: Config, base: str, platform: str) -> int:
     return _replace_by("ftrain.debug", config, base, platform)
+
+
+def _chaos(arguments: argparse.Namespace) -> int:
+    from ftrain.chaos.command import chaos
+
+    check_versions()
+    return chaos(load_config(arguments.config, arguments.set, arguments.run_dir), arguments)
 
 
 def _replace_by(module: str, config: Config, base: str, platform: str) -> int:

@@ -29,6 +29,7 @@ Every event has `t` (unix seconds, of the fact itself), `event`, and where it ap
     digest_agreed{step,workers,digest}     every worker that reported the step has these bits
     hang_detected{worker,phase,seconds}    unreachable: the workers it cannot reach, if it is that
     worker_quarantined{worker,seconds}     tried again after that long, while the others train
+    fault_injected{kind,worker,step}       by `ftrain chaos`; place, from, seconds where there are
     stop_requested{signal}
     run_finished{step,exit_code,reason}
 """

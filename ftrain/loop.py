@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ftrain.data import Batch, ShardReader
     from ftrain.digests import Digests
     from ftrain.evaluation import Evaluation
+    from ftrain.profiling import Profiler
     from ftrain.step import StepPrograms
     from ftrain.table import Table
     from ftrain.target import Target
@@ -94,6 +95,7 @@ class StepLoop:
     first_state: Callable[[], Committed]  # from a checkpoint or from the seed; in a donor alone
     forget_view: Callable[[], None]
     compile: Callable[[Any], Any]
+    profiler: Profiler | None = None
 
     state: Committed | None = None
     progress: Progress = Progress()
@@ -301,6 +303,8 @@ class StepLoop:
     def _step(self, view: View) -> Outcome:
         """One training step, uncommitted."""
         self.below_min_since = None
+        if self.profiler is not None:
+            self.profiler.before(self.state.step + 1, view.lowest == self.members.me)
         self.beat.phase("data")
         shards = shards_of(self.plane.rank, len(view.workers), self.config.batch_shards)
         batches = self.reader.shards(self.state.cursor, shards)
@@ -430,6 +434,8 @@ class StepLoop:
         """The members go on meeting until the lowest's last checkpoint is durable (R8)."""
         if self.members.finished():
             return Outcome(self.state, self.progress, leave=True)
+        if self.profiler is not None:
+            self.profiler.before(None, False)
         self.beat.phase("save")
         if view.lowest == self.members.me:
             self.saver.save(self.spec, self.state)

@@ -29,6 +29,7 @@ from ftrain.records import commit_of, event_of, read_records
 from ftrain.remote_host import RemoteHost
 from ftrain.run_lock import RunLock
 from ftrain.screen import Screen
+from ftrain.sinks import CLOSE_S, Sinks
 from ftrain.slots import COORDINATOR, Slot
 from ftrain.story import Story
 from ftrain.verdict import Verdict, by_agreement, refused
@@ -43,6 +44,8 @@ COORDINATOR_EXIT_S = 5.0  # for it to end by itself
 REMOTE_ENDS_S = 5.0  # for workers on other hosts to be ended, at the end
 # What a process says of itself, of no interest once it counts as dead.
 OF_ITSELF = frozenset({"ready", "left", "refused", "local_error", "gave_up"})
+FENCE_TIMEOUT_S = 10.0  # for the coordinator to acknowledge; it takes milliseconds
+STOP_RESERVE_S = 2.0  # of grace_s, for ending processes after the save
 
 
 class Supervisor:
@@ -57,10 +60,11 @@ class Supervisor:
         lock: RunLock,
         log: EventLog,
         screen: Screen,
+        sinks: Sinks,
         meeting: MeetingPoint | None = None,
     ):
         self._config, self._platform = config, platform
-        self._lock, self._log, self._screen = lock, log, screen
+        self._lock, self._log, self._screen, self._sinks = lock, log, screen, sinks
         self._story = Story(screen, config)
         self._board = Board(config.run_dir)
         self._board.read(read_records(config.run_dir))
@@ -112,20 +116,31 @@ class Supervisor:
         """Runs to the end and returns the exit code."""
         adopt_orphans()
         with self._ears.signals(self._on_signal):
+            if "FTRAIN_CHAOS" in os.environ:
+                from ftrain.chaos.hook import FaultFeed
+
+                FaultFeed(self._ears, self._log, self._screen.line)
             self._local.open()
             self._start_coordinator()
+            self._sinks.start(self._ears, self._logs, self._screen.line)
             while self._verdict is None:
                 self._ears.wait(TICK_S)
                 self._tick()
             self._shut_down()
         code, reason = self._verdict
         self._recorder.close()
-        self._logs.close()
         self._log("run_finished", step=self._recorder.step, exit_code=code, reason=reason)
         self._show(live=False)
         self._story.finished(code, reason)
         self._hosts.dismiss_all(self._verdict)
+        self._sinks.close(self._time_for_sinks_s())
+        self._logs.close()
         return code
+
+    def _time_for_sinks_s(self) -> float:
+        """What a stop has left of `grace_s`, or as long as it takes within reason."""
+        left_s = self._stop_deadline + STOP_RESERVE_S / 2 - time.monotonic()
+        return max(STOP_RESERVE_S / 4, min(CLOSE_S, left_s))
 
     def _end(self, code: int, reason: str) -> None:
         if self._verdict is None:
@@ -146,7 +161,7 @@ class Supervisor:
             self._end(EXIT_TRY_AGAIN, f"{name} again: stopped at once")
             return
         self._stop_signal = name
-        self._stop_deadline = time.monotonic() + max(1.0, self._config.grace_s - 2.0)
+        self._stop_deadline = time.monotonic() + max(1.0, self._config.grace_s - STOP_RESERVE_S)
         self._screen.line(f"{name}: stopping after this step; a second one stops at once")
         self._pass_on_stop()
 
@@ -378,7 +393,7 @@ class Supervisor:
 
     def _fence(self, slot: Slot) -> None:
         if self._coordinator is not None:
-            slot.fences += 1
+            slot.fences, slot.fence_by = slot.fences + 1, time.monotonic() + FENCE_TIMEOUT_S
             self._coordinator.send(f"fence {slot.worker}")
 
     def _on_fenced(self, slot: Slot) -> None:
@@ -437,11 +452,13 @@ class Supervisor:
                 self._generation += 1
                 self._first_ready_at = None
                 self._start_coordinator()
+        self._end_deaf_coordinator(now)
         self._local.tick(self._other_pids())
         self._hosts.tick(now)
         self._start_due()
         self._let_go()
         self._warden.tick(now, self._coordinator)
+        self._sinks.tick(now)
         self._judge(now)
         if now > self._shown_at + STATUS_EVERY_S:
             self._shown_at = now
@@ -454,6 +471,17 @@ class Supervisor:
         snapshot.write()
         if live:
             self._screen.status(snapshot)
+
+    def _end_deaf_coordinator(self, now: float) -> None:
+        """One that is stopped or stuck ends its workers, and none could ever be replaced."""
+        if self._coordinator is not None and any(
+            s.fencing and now > s.fence_by for s in self._slots
+        ):
+            self._screen.line(
+                "the coordinator has not acknowledged a fence for "
+                f"{FENCE_TIMEOUT_S:.0f} s; ending it"
+            )
+            self._coordinator.kill()
 
     def _judge(self, now: float) -> None:
         """Whether the run is over, and how."""
@@ -497,7 +525,8 @@ class Supervisor:
     # The end.
 
     def _other_pids(self) -> set[int]:
-        return {self._coordinator.pid} if self._coordinator is not None else set()
+        coordinator = set() if self._coordinator is None else {self._coordinator.pid}
+        return coordinator | self._sinks.pids()
 
     def _shut_down(self) -> None:
         """Nothing is left running when this returns."""
@@ -514,4 +543,4 @@ class Supervisor:
             self._coordinator.reap(kill=True)
             self._ears.hear_out(self._coordinator)
         self._local.close()
-        self._local.kill_strays(set())
+        self._local.kill_strays(self._sinks.pids())

@@ -126,6 +126,10 @@ def start(job: Assignment, control: Control) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     beat = Beat(job.beat_fd)
     beat.keep_stacks()
+    if "FTRAIN_CHAOS" in os.environ:  # only `ftrain chaos` sets it, and nothing is loaded without
+        from ftrain.chaos import hook
+
+        hook.enter_worker()
     work(job, Reporter(job.records_fd), beat, control)
 
 
@@ -321,7 +325,17 @@ def make_loop(
         first_state,
         started.forget_view,
         runtime.compile_shared,
+        make_profiler(config, beat),
     )
+
+
+def make_profiler(config: Config, beat: Beat) -> Any:
+    """What traces some steps, or None where none are to be traced."""
+    if config.profile.step == 0:
+        return None
+    from ftrain.profiling import Profiler
+
+    return Profiler(config, beat)
 
 
 def trace(

@@ -18,7 +18,11 @@ import pytest
 from tests.runs import REPOSITORY, environment
 
 PACKAGE = REPOSITORY / "ftrain"
-MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
+MODULES = sorted(
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    for path in PACKAGE.rglob("*.py")
+    if path.stem != "__init__"
+)
 
 # From the ground up: a module imports only from layers before its own.
 LAYERS = [
@@ -68,12 +72,26 @@ LAYERS = [
         "ears",
         "verdict",
         "target",
+        "following",
+        "chaos.hook",
+        "chaos.network",
+        "chaos.orders",
     ],
-    ["mesh", "digests", "transfer", "replicas", "initial", "loss", "records"],
+    [
+        "mesh",
+        "digests",
+        "transfer",
+        "replicas",
+        "initial",
+        "loss",
+        "records",
+        "chaos.disk",
+        "chaos.plan",
+    ],
     ["addresses", "placement"],
     ["reduction", "contribution"],
     ["update", "explain"],
-    ["sync", "identity", "recoveries", "step_rules"],
+    ["sync", "identity", "recoveries", "step_rules", "chaos.live"],
     [
         "config",
         "recorder",
@@ -85,20 +103,24 @@ LAYERS = [
         "evaluation",
         "membership",
         "fault_rules",
+        "profiling",
+        "tensorboard",
+        "sinks",
+        "chaos.faults",
         "goodput",
         "lanes",
         "snapshot",
     ],
-    ["admission", "load", "verify", "board", "panel"],
+    ["admission", "load", "verify", "board", "panel", "prometheus"],
     ["sources", "screen", "status", "report"],
     ["init_from"],
-    ["environment", "loop", "worker", "meeting_point"],
+    ["environment", "loop", "worker", "meeting_point", "chaos.command"],
     ["local_host"],
     ["remote_host"],
     ["hosts"],
     ["supervisor", "agent"],
     ["run_hosts"],
-    ["check", "debug", "template", "checkpoints"],
+    ["check", "debug", "template", "checkpoints", "sink_process"],
     ["cli"],
 ]
 
@@ -111,6 +133,9 @@ PROCESS_SIDE = set(
     snapshot board panel status lanes report
     agent door hosts local_host meeting_point remote_host run_hosts run_token undertaker wire
     addresses endpoint interfaces node_list placement schedulers
+    sinks sink_process prometheus tensorboard following
+    chaos.hook chaos.plan chaos.network chaos.disk chaos.orders chaos.live chaos.faults
+    chaos.command
 """.split()
 )
 DEVICE_PACKAGES = {"jax", "jaxlib", "flax", "optax"}
@@ -122,7 +147,7 @@ INTERNALS = ("jax.distributed", "jax._src", "jaxlib", "jax.experimental.multihos
 
 @cache
 def tree(module: str) -> ast.Module:
-    return ast.parse((PACKAGE / f"{module}.py").read_text())
+    return ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text())
 
 
 def names_of(node: ast.AST) -> Iterator[str]:
@@ -155,12 +180,8 @@ def imports(module: str) -> set[str]:
 
 def own_imports(module: str) -> set[str]:
     """The modules of ftrain that `module` imports at its own import."""
-    found = {
-        name.removeprefix("ftrain.").split(".")[0]
-        for name in imports(module)
-        if name.startswith("ftrain.")
-    }
-    return found & set(MODULES)
+    asked = {name.removeprefix("ftrain.") for name in imports(module) if name.startswith("ftrain.")}
+    return {m for m in MODULES if any(a == m or a.startswith(m + ".") for a in asked)}
 
 
 def reached(module: str) -> set[str]:

@@ -18,10 +18,10 @@ import numpy as np
 import optax
 
 import ftrain
+from ftrain.chaos.orders import obey, obey_at_phases
 from ftrain.errors import AttemptFailedError
 from ftrain.loop import StepLoop
 from ftrain.mesh import DataPlane
-from tests.orders import obey, obey_at_phases
 
 
 class Numbers:
@@ -301,7 +301,7 @@ class Breaks(Paced):
 
 
 class Ordered(Paced):
-    """Commits the faults that a test orders, see `tests.orders`. Its hook is never empty."""
+    """Commits the faults that a test orders, see `ftrain.chaos.orders`. Its hook is never empty."""
 
     def __init__(self, *, pause_s: float = 0.0):
         super().__init__(pause_s=pause_s)

@@ -7,13 +7,13 @@ import signal
 
 import pytest
 
+from ftrain.chaos.orders import order
 from tests.checks import (
     check_deaths_explained,
     check_each_step_once,
     check_nothing_left,
     check_replicas_agree,
 )
-from tests.orders import order
 from tests.runs import running
 
 ORDERED = "trainer=tests/trainers.py:Ordered"

@@ -6,6 +6,8 @@ import os
 import signal
 import time
 
+import pytest
+
 from tests.checks import check_each_step_once, check_nothing_left
 from tests.runs import is_alive, running
 
@@ -23,6 +25,20 @@ def test_coordinator_death_restarts_all_from_the_newest_checkpoint(tmp_path):
         assert sorted({m["step"] for m in run.metrics()}) == list(range(1, 201))
         assert run.events("coordinator_exited")[0]["signal"] == "SIGKILL"
         assert "the coordinator died of SIGKILL" in run.output
+        check_nothing_left(run)
+
+
+@pytest.mark.slow
+def test_a_coordinator_that_is_stopped_is_replaced(tmp_path):
+    """Its workers end, since it does not answer; it would never acknowledge their fences."""
+    sets = ["cluster.heartbeat_timeout_s=2", "checkpoint.every_steps=25", "steps=200"]
+    with running("tests/paced.yaml", tmp_path / "run", *sets) as run:
+        run.wait_for_event("checkpoint_saved", step=50)
+        os.kill(run.events("coordinator_started")[0]["pid"], signal.SIGSTOP)
+        assert run.finish() == 0
+        assert run.events("coordinator_exited")[0]["signal"] == "SIGKILL"
+        assert "the coordinator has not acknowledged a fence for 10 s" in run.output
+        assert sorted({m["step"] for m in run.metrics()}) == list(range(1, 201))
         check_nothing_left(run)
 
 
