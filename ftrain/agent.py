@@ -27,6 +27,7 @@ from ftrain.errors import EXIT_REFUSED, EXIT_TRY_AGAIN
 from ftrain.hosts import ids_of
 from ftrain.local_host import Heard, LocalHost
 from ftrain.meeting_point import use_interface
+from ftrain.memory_tier import fallback_folder
 from ftrain.placement import Placement
 from ftrain.processes import Child, Exit, adopt_orphans, launch
 from ftrain.run_lock import RunLock
@@ -122,6 +123,8 @@ class Agent:
             platform=self._platform,
             address=own,
             first_worker=min(workers, default=0),
+            # The head's saver writes them to disk: they must be where it can read them.
+            memory=[str(fallback_folder(self._config.run_dir))],
             ears=self._ears,
             logs=self._logs,
             tell_groups=self._undertaker.send,

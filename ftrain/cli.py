@@ -24,6 +24,7 @@ from ftrain.errors import (
     EXIT_REFUSED,
     ConfigError,
     FtrainError,
+    told_of,
 )
 from ftrain.placement import Placement, add_flags, find_placement
 from ftrain.pretrained import find_source
@@ -165,16 +166,23 @@ def _run_hosts(
 
 def _run(config: Config, base: str, platform: str, meeting: MeetingPoint | None = None) -> int:
     from ftrain.events import EventLog
+    from ftrain.retention import Place
     from ftrain.run_lock import RunLock
     from ftrain.screen import Screen
     from ftrain.sinks import Sinks
     from ftrain.supervisor import Supervisor
 
-    if config.init_from.path and not _has_checkpoints(config):
+    if config.init_from.path and not _has_state(config):
         find_source(config.init_from.path)
-    os.makedirs(config.run_dir, exist_ok=True)
-    lock = RunLock(config.run_dir)
-    changed = _continue(config)
+    try:
+        os.makedirs(config.run_dir, exist_ok=True)
+        lock = RunLock(config.run_dir)
+        Place.of(config.run_dir)
+    except OSError as error:
+        raise ConfigError(
+            f"run_dir: {told_of(error, config.run_dir)}; give a folder that can be written to"
+        ) from error
+    continues, changed = _continue(config)
     done = _finished_step(config)
     if done is not None:
         sys.stdout.write(
@@ -183,6 +191,7 @@ def _run(config: Config, base: str, platform: str, meeting: MeetingPoint | None 
         )
         return EXIT_OK
     sinks = Sinks(config, base)
+    _write_down(config)
     log = EventLog(config.run_dir)
     log("run_started", config=config.model_dump(), changed=changed)
     screen = Screen()
@@ -194,6 +203,7 @@ def _run(config: Config, base: str, platform: str, meeting: MeetingPoint | None 
             lock=lock,
             log=log,
             screen=screen,
+            continues=continues,
             sinks=sinks,
             meeting=meeting,
         ).run()
@@ -207,21 +217,38 @@ def _target(config: Config) -> str:
     return f"{config.epochs} epoch{'s' * (config.epochs > 1)}"
 
 
-def _continue(config: Config) -> dict[str, list]:
-    """Checks the config against the one the run began with, and writes the resolved one down."""
+def _continue(config: Config) -> tuple[bool, dict[str, list]]:
+    """Whether there is a run to continue, and what of its config has changed.
+
+    Raises:
+      ConfigError: it cannot be continued with this config, or is not known to be this one's.
+    """
     path = os.path.join(config.run_dir, "config.yaml")
-    changed = {}
     if os.path.exists(path):
         old = read_resolved(path)
         problems = continue_problems(old, config)
         if problems:
             raise ConfigError(*problems)
-        changed = changed_keys(old, config)
+        return True, changed_keys(old, config)
+    from ftrain.retention import checkpoint_folder, steps_in
+
+    folder = checkpoint_folder(config.run_dir)
+    if steps := steps_in(folder):
+        raise ConfigError(
+            f"{folder} has steps {', '.join(map(str, steps))}, and {path}, which would say of what "
+            "run, is not there; give another folder with --run-dir, move checkpoints away to start "
+            "afresh, or to continue from them put their run's config.yaml there"
+        )
+    return False, {}
+
+
+def _write_down(config: Config) -> None:
+    """The resolved config, for who continues the run."""
+    path = os.path.join(config.run_dir, "config.yaml")
     part = path + ".part"
     with open(part, "w", encoding="utf-8") as file:
         file.write(config.to_yaml())
     os.replace(part, path)
-    return changed
 
 
 def _finished_step(config: Config) -> int | None:
@@ -251,10 +278,15 @@ def _is_enough(started: dict, finished: dict, config: Config) -> bool:
     return (started.get("epochs") or 0) >= config.epochs
 
 
-def _has_checkpoints(config: Config) -> bool:
+def _has_state(config: Config) -> bool:
     """Whether the run is to be continued: then `init_from` is not read again."""
-    folder = os.path.join(config.run_dir, "checkpoints")
-    return os.path.isdir(folder) and any(name.isdigit() for name in os.listdir(folder))
+    from ftrain.memory_tier import memory_folders, snapshots_in
+    from ftrain.retention import checkpoint_folder, steps_in
+
+    if not os.path.isdir(config.run_dir):
+        return False
+    folders = memory_folders(config.run_dir, config.checkpoint.memory_folder)
+    return bool(steps_in(checkpoint_folder(config.run_dir))) or any(map(snapshots_in, folders))
 
 
 def _check(config: Config, base: str, platform: str) -> int:

@@ -54,6 +54,15 @@ Folder = Annotated[str, AfterValidator(_no_url), Field(min_length=1, description
 Cache = Annotated[
     str, AfterValidator(_no_url), Field(min_length=1, description="auto, off or a folder's path")
 ]
+Every = Annotated[float | None, Field(gt=0, description="a number > 0")]
+Multiple = Annotated[int | None, Field(ge=1, description="an integer >= 1")]
+Best = Annotated[
+    str | None, Field(pattern=r"^(max|min) \S+$", description="`max METRIC` or `min METRIC`")
+]
+Memory = Annotated[
+    str, AfterValidator(_no_url), Field(min_length=1, description="auto or a folder's path")
+]
+OnSaveError = Annotated[Literal["continue", "stop"], Field(description="continue or stop")]
 Platform = Annotated[Literal["auto", "cpu", "gpu"], Field(description="auto, cpu or gpu")]
 Dtype = Annotated[Literal["float32", "param"], Field(description="float32 or param")]
 Reaction = Annotated[Literal["stop", "skip", "ignore"], Field(description="stop, skip or ignore")]
@@ -118,10 +127,19 @@ class Restart(Section):
 
 
 class Checkpoint(Section):
-    """When state is saved to disk; the end of a run and a stop always save."""
+    """When state is saved, and what of it is kept; the end of a run and a stop always save."""
 
-    every_steps: Natural = 100  # steps between saves, 0: none; larger: more lost if all die
+    every_steps: Natural = (
+        100  # steps between saves to disk, 0: none; larger: more lost with a host
+    )
+    every_s: Every = None  # seconds between them, beside every_steps; larger: the same
     keep: Count = 3  # newest ones kept; each takes the state's bytes on disk
+    keep_every: Multiple = None  # steps that it divides are kept for good; larger: fewer
+    keep_best: Best = None  # and the best by a metric: `max eval_accuracy`, `min loss`
+    memory_every_s: Delay = 5.0  # seconds between snapshots in memory, 0: none; larger: more lost
+    # if all processes die; the newest two are kept, and a third is written beside them
+    memory_folder: Memory = "auto"  # where; auto: below /dev/shm, or in run_dir if that has no room
+    on_save_error: OnSaveError = "continue"  # training goes on, or ends with a last try to save
 
 
 class InitFrom(Section):

@@ -22,14 +22,17 @@ Every event has `t` (unix seconds, of the fact itself), `event`, and where it ap
                                            `steps` steps, up to `step`
     target_known{steps,samples,dataset_length}        where the run ends; samples: with epochs
     step_skipped{step,shards,workers,what} shards that were not finite, and whose they were
-    checkpoint_saved{step,seconds,tier}    checkpoint_skipped{step,why}
+    saver_started{pid}                     saver_exited{pid,exit_code|signal}
+    checkpoint_saved{step,seconds,tier}    checkpoint_skipped{step,why,tier}
     checkpoint_restored{step,tier}         save_failed{step,error}
     parameters_loaded{source,leaves,fresh,unused}   a new run began with those of init_from
+    memory_full{folder,error,instead}      where snapshots lie instead
+    snapshot_failed{step,error}            of one that was for memory alone
     replicas_differ{step,digests}          by worker; the one that is not like most is replaced
     digest_agreed{step,workers,digest}     every worker that reported the step has these bits
     hang_detected{worker,phase,seconds}    unreachable: the workers it cannot reach, if it is that
     host_joined{host,name,address,workers} of a run over several: its agent is there, nothing runs
-    host_lost{host,name,reason,workers}    its workers count as dead; `worker_started` has `host` too
+    host_lost{host,name,reason,workers}    its workers count as dead; worker_started has `host` too
     worker_quarantined{worker,seconds}     tried again after that long, while the others train
     fault_injected{kind,worker,step}       by `ftrain chaos`; place, from, seconds where there are
     stop_requested{signal}
@@ -38,6 +41,7 @@ Every event has `t` (unix seconds, of the fact itself), `event`, and where it ap
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -56,12 +60,14 @@ class LineFile:
         self.path = path
         _drop_torn_line(path)
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._waiting = b""  # what could not be written, of a full disk say; it goes first
 
     def append(self, row: dict[str, Any]) -> None:
-        """Writes one line, whole."""
-        data = (to_json(row) + "\n").encode()
-        while data:
-            data = data[os.write(self._fd, data) :]
+        """Writes one line, whole; or keeps it until writing works again."""
+        self._waiting += (to_json(row) + "\n").encode()
+        with contextlib.suppress(OSError):
+            while self._waiting:
+                self._waiting = self._waiting[os.write(self._fd, self._waiting) :]
 
 
 class EventLog(LineFile):

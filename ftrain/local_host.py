@@ -11,7 +11,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ftrain.beat import Beat
@@ -46,6 +46,7 @@ class LocalHost:
       platform: `cpu` or `gpu`.
       address: this host's, as the workers of other hosts reach it; a literal one.
       first_worker: the lowest id that belongs here; it gets the first GPU.
+      memory: where its workers keep snapshots of the state, best first.
       ears: of this process.
       logs: where output goes.
       tell_groups: takes a line about a process group, see `undertaker`.
@@ -61,12 +62,13 @@ class LocalHost:
         platform: str,
         address: str,
         first_worker: int,
+        memory: Sequence[str],
         ears: Ears,
         logs: Logs,
         tell_groups: Callable[[str], None],
     ):
         self._config, self._base, self.platform = config, base, platform
-        self._address, self._first_worker = address, first_worker
+        self._address, self._first_worker, self._memory = address, first_worker, list(memory)
         self._ears, self._logs, self._tell_groups = ears, logs, tell_groups
         self.env = worker_environment(config, platform, os.environ)
         self._children: dict[int, tuple[Child, Heard]] = {}  # by pid
@@ -112,6 +114,7 @@ class LocalHost:
             "host": self._address,
             "platform": self.platform,
             "base": self._base,
+            "memory": self._memory,
             "parent": os.getpid(),
         }
         place = worker - self._first_worker

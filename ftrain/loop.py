@@ -32,12 +32,12 @@ from ftrain.sync import sync_state
 if TYPE_CHECKING:
     from ftrain.admission import Admission
     from ftrain.beat import Beat
-    from ftrain.checkpoint import Saver
     from ftrain.config import Config
     from ftrain.data import Batch, ShardReader
     from ftrain.digests import Digests
     from ftrain.evaluation import Evaluation
     from ftrain.profiling import Profiler
+    from ftrain.saving import Saving
     from ftrain.step import StepPrograms
     from ftrain.table import Table
     from ftrain.target import Target
@@ -88,11 +88,12 @@ class StepLoop:
     table: Table
     reader: ShardReader
     evaluation: Evaluation | None
-    saver: Saver
+    saving: Saving
     beat: Beat
     report: Callable[..., None]
     stop_requested: Callable[[], bool]
-    first_state: Callable[[], Committed]  # from a checkpoint or from the seed; in a donor alone
+    # In a donor alone: from a checkpoint or the seed, and the last step that was evaluated.
+    first_state: Callable[[], tuple[Committed, int]]
     forget_view: Callable[[], None]
     compile: Callable[[Any], Any]
     profiler: Profiler | None = None
@@ -249,8 +250,8 @@ class StepLoop:
     def _begin(self) -> None:
         """Nobody has state: this worker restores or computes it, for all, as their donor."""
         self.beat.phase("restore")
-        self.state = self.first_state()
-        self.progress = Progress(lineage=self.members.next_lineage(), evaluated=self.state.step)
+        self.state, evaluated = self.first_state()
+        self.progress = Progress(lineage=self.members.next_lineage(), evaluated=evaluated)
 
     def _open_plane(self, view: View) -> None:
         """New communicators for a new view; nothing of the old one may stay referenced (R7)."""
@@ -406,7 +407,10 @@ class StepLoop:
         self.beat.phase("evaluate")
         self.evaluating_since = self.evaluating_since or time.monotonic()
         part = self.progress.eval_part
-        sums = self.evaluation.part(self.plane, self.state, part)
+        sums, stop = self.evaluation.part(self.plane, self.state, part, stop=self.stop_requested())
+        if stop:  # dropped: whoever continues the run evaluates this step first
+            stopped = self.progress._replace(stopping="stop", eval_part=0, eval_sums=())
+            return Outcome(self.state, stopped)
         if self.progress.eval_sums:
             sums = [a + b for a, b in zip(self.progress.eval_sums, sums, strict=True)]
         if part + 1 < self.evaluation.parts:
@@ -438,15 +442,15 @@ class StepLoop:
             self.profiler.before(None, False)
         self.beat.phase("save")
         if view.lowest == self.members.me:
-            self.saver.save(self.spec, self.state)
-            if self.saver.settled(self.state.step):
-                failed = self.saver.error and f"the last save failed: {self.saver.error}"
-                self.members.set_finished(failed or self.progress.stopping or "target")
+            failed = self.saving.finish(self.state, self.progress.evaluated)
+            if failed is not None:
+                why = failed and f"the last save failed: {failed}"
+                self.members.set_finished(why or self.progress.stopping or "target")
         time.sleep(POLL_S)
         return Outcome(self.state, self.progress)
 
     def _after_last_commit(self, view: View) -> None:
-        """The user's hook and the checkpoint that the last commit made due; on one worker alone.
+        """The user's hook and the snapshot that the last commit made due; on one worker alone.
 
         In the block after the commit, so that an error here is handled like any other, and after
         the settle: nothing slow may lie between the liveness barrier and that one (R4).
@@ -460,8 +464,6 @@ class StepLoop:
                 dict(metrics),
                 self.spec.train_state(step, cursor, self.state.leaves),
             )
-        every = self.config.checkpoint.every_steps
-        due = every and self.state.step and self.state.step % every == 0
-        if due and view.lowest == self.members.me and not self._evaluation_due():
+        if view.lowest == self.members.me and not self._evaluation_due():
             self.beat.phase("copy")
-            self.saver.save(self.spec, self.state)
+            self.saving.after_commit(self.state, self.progress.evaluated)

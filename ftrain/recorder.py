@@ -175,7 +175,15 @@ class Recorder:
         self._event("checkpoint_restored", record, "step", "tier")
 
     def _on_checkpoint_skipped(self, worker: int, record: Record, generation: int) -> None:
-        self._event("checkpoint_skipped", record, "step", "why")
+        self._event("checkpoint_skipped", record, "step", "why", "tier")
+
+    def _on_memory_full(self, worker: int, record: Record, generation: int) -> None:
+        if self._first("memory_full"):
+            self._event("memory_full", record, "folder", "error", "instead")
+
+    def _on_snapshot_failed(self, worker: int, record: Record, generation: int) -> None:
+        if self._first("snapshot_failed", record["error"]):
+            self._event("snapshot_failed", record, "step", "error")
 
     def _on_save_failed(self, worker: int, record: Record, generation: int) -> None:
         self._event("save_failed", record, "step", "error")

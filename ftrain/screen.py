@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ class Screen:
 
     def __init__(self, *, live: bool = True):
         self._live = None
+        self._gone = False  # the terminal or pipe
         self._status = ""
         self._shown_at = 0.0
         if live and sys.stdout.isatty():
@@ -31,14 +33,33 @@ class Screen:
 
     def line(self, text: str) -> None:
         """A line that stays."""
-        if self._live is not None:
-            self._live.console.print(text, markup=False)
-        else:
-            sys.stdout.write(text + "\n")
-            sys.stdout.flush()
+        if self._gone:
+            return
+        try:
+            if self._live is not None:
+                self._live.console.print(text, markup=False)
+            else:
+                sys.stdout.write(text + "\n")
+                sys.stdout.flush()
+        except OSError:
+            self._lose()
+
+    def _lose(self) -> None:
+        """Nobody looks any more: the terminal was closed, or who read the pipe has ended."""
+        self._gone, self._live = True, None
+        # What is left in the buffer would be tried again, and fail, when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def status(self, snapshot: Snapshot) -> None:
         """Where the run is; called about once a second."""
+        if self._gone:
+            return
+        try:
+            self._draw(snapshot)
+        except OSError:
+            self._lose()
+
+    def _draw(self, snapshot: Snapshot) -> None:
         if self._live is not None:
             self._live.update(panel(snapshot), refresh=True)
             return
@@ -53,5 +74,8 @@ class Screen:
     def close(self) -> None:
         """Takes the panel away."""
         if self._live is not None:
-            self._live.stop()
+            try:
+                self._live.stop()
+            except OSError:
+                self._lose()
             self._live = None

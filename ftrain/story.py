@@ -36,7 +36,9 @@ class Story:
         self._screen, self._config = screen, config
         self._deaths: dict[int, _Death] = {}
         self._saved: int | None = None
-        self._begun = False
+        self._save_error = ""  # of the last save, as it was told
+        self._begun = self._seen_all = False
+        self._evaluated: dict[str, float] = {}
 
     # What happens to processes.
 
@@ -162,9 +164,13 @@ class Story:
 
     def _tell_checkpoint_saved(self, fields: dict[str, Any]) -> None:
         self._saved = fields["step"]
+        if self._save_error:
+            self._screen.line(f"saving works again: the checkpoint of step {self._saved} is there")
+            self._save_error = ""
 
     def _tell_checkpoint_restored(self, fields: dict[str, Any]) -> None:
-        self._screen.line(f"continuing from the checkpoint of step {fields['step']}")
+        what = "checkpoint" if fields["tier"] == "disk" else "snapshot in memory"
+        self._screen.line(f"continuing from the {what} of step {fields['step']}")
 
     def _tell_parameters_loaded(self, fields: dict[str, Any]) -> None:
         kept = [("fresh", fields["fresh"]), ("unused", fields["unused"])]
@@ -174,13 +180,29 @@ class Story:
         )
 
     def _tell_checkpoint_skipped(self, fields: dict[str, Any]) -> None:
+        what = "checkpoint" if fields["tier"] == "disk" else "snapshot in memory"
         self._screen.line(
-            f"checkpoint {fields['step']} cannot be read and is passed over: {fields['why']}"
+            f"{what} {fields['step']} cannot be used and is passed over: {fields['why']}"
         )
 
     def _tell_save_failed(self, fields: dict[str, Any]) -> None:
+        if fields["error"] == self._save_error:
+            return  # told already; the next save may be better
+        self._save_error = fields["error"]
+        stops = self._config.checkpoint.on_save_error == "stop"
         self._screen.line(
-            f"the checkpoint of step {fields['step']} could not be written: {fields['error']}"
+            f"the checkpoint of step {fields['step']} could not be written: {fields['error']}; "
+            + ("the run stops (on_save_error: stop)" if stops else "the next save tries again")
+        )
+
+    def _tell_memory_full(self, fields: dict[str, Any]) -> None:
+        self._screen.line(
+            f"no snapshots in memory: {fields['error']}; they go to {fields['instead']}"
+        )
+
+    def _tell_snapshot_failed(self, fields: dict[str, Any]) -> None:
+        self._screen.line(
+            f"the snapshot of step {fields['step']} could not be written: {fields['error']}"
         )
 
     # The last lines.
@@ -195,7 +217,7 @@ class Story:
                 f"metrics in {folder}/metrics.jsonl"
             )
         elif code == EXIT_TRY_AGAIN:
-            saved = "nothing saved" if self._saved is None else f"saved step {self._saved}"
+            saved = "nothing saved to disk" if self._saved is None else f"saved step {self._saved}"
             self._screen.line(f"stopped: {reason} ({saved}); the same command continues")
         else:
             self._screen.line(f"stopped with exit code {code}:\n{reason}")

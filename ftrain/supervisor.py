@@ -12,6 +12,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ftrain import restart
@@ -21,9 +23,11 @@ from ftrain.ears import Ears
 from ftrain.errors import EXIT_GAVE_UP, EXIT_TRY_AGAIN, RestartLimitError
 from ftrain.events import EventLog
 from ftrain.hosts import Hosts
+from ftrain.keeper import Keeper
 from ftrain.local_host import LOOPBACK, Heard, LocalHost
 from ftrain.meeting_point import MeetingPoint
-from ftrain.processes import Child, Exit, adopt_orphans, launch
+from ftrain.memory_tier import memory_folders, remove_all, settle_folder, sweep
+from ftrain.processes import Child, Ends, Exit, adopt_orphans, launch
 from ftrain.recorder import Recorder
 from ftrain.records import commit_of, event_of, read_records
 from ftrain.remote_host import RemoteHost
@@ -32,7 +36,7 @@ from ftrain.screen import Screen
 from ftrain.sinks import CLOSE_S, Sinks
 from ftrain.slots import COORDINATOR, Slot
 from ftrain.story import Story
-from ftrain.verdict import Verdict, by_agreement, refused
+from ftrain.verdict import Verdict, by_agreement, not_saved_in_time, refused
 from ftrain.warden import Warden
 from ftrain.worker_logs import Logs
 
@@ -43,7 +47,9 @@ SURVIVORS_FIRST_S = 0.5  # how long a replacement waits for the others' next com
 COORDINATOR_EXIT_S = 5.0  # for it to end by itself
 REMOTE_ENDS_S = 5.0  # for workers on other hosts to be ended, at the end
 # What a process says of itself, of no interest once it counts as dead.
-OF_ITSELF = frozenset({"ready", "left", "refused", "local_error", "gave_up"})
+OF_ITSELF = frozenset(
+    {"ready", "left", "refused", "local_error", "gave_up", "snapshot", "snapshot_failed"}
+)
 FENCE_TIMEOUT_S = 10.0  # for the coordinator to acknowledge; it takes milliseconds
 STOP_RESERVE_S = 2.0  # of grace_s, for ending processes after the save
 
@@ -61,10 +67,12 @@ class Supervisor:
         log: EventLog,
         screen: Screen,
         sinks: Sinks,
+        continues: bool = True,
         meeting: MeetingPoint | None = None,
     ):
         self._config, self._platform = config, platform
         self._lock, self._log, self._screen, self._sinks = lock, log, screen, sinks
+        self._continues = continues  # or it is a new run
         self._story = Story(screen, config)
         self._board = Board(config.run_dir)
         self._board.read(read_records(config.run_dir))
@@ -79,12 +87,16 @@ class Supervisor:
         )
         self._ears = Ears()
         self._coordinator: Child | None = None
+        self._memory = [
+            str(f) for f in memory_folders(config.run_dir, config.checkpoint.memory_folder)
+        ]
         self._local = LocalHost(
             config,
             base=base,
             platform=platform,
             address=meeting.address if meeting else LOOPBACK,
             first_worker=0,
+            memory=self._memory,
             ears=self._ears,
             logs=self._logs,
             tell_groups=self._tell_groups,
@@ -107,6 +119,17 @@ class Supervisor:
         self._first_ready_at: float | None = None
         self._refused_at: float | None = None
         self._warden = Warden(self._slots, config.cluster, log, self._logs, self._story)
+        self._keeper = Keeper(
+            config,
+            os.environ,
+            lock.fileno(),
+            self._fork_saver,
+            ears=self._ears,
+            log=log,
+            logs=self._logs,
+            record=lambda record: self._recorder.take(COORDINATOR, record, self._generation),
+            tell=self._tell_workers,
+        )
         self._signalled = False  # this supervisor itself
         self._stop_signal = ""
         self._stop_deadline = float("inf")
@@ -115,6 +138,7 @@ class Supervisor:
     def run(self) -> int:
         """Runs to the end and returns the exit code."""
         adopt_orphans()
+        self._begin_memory()
         with self._ears.signals(self._on_signal):
             if "FTRAIN_CHAOS" in os.environ:
                 from ftrain.chaos.hook import FaultFeed
@@ -127,14 +151,16 @@ class Supervisor:
                 self._ears.wait(TICK_S)
                 self._tick()
             self._shut_down()
-        code, reason = self._verdict
-        self._recorder.close()
-        self._log("run_finished", step=self._recorder.step, exit_code=code, reason=reason)
-        self._show(live=False)
-        self._story.finished(code, reason)
-        self._hosts.dismiss_all(self._verdict)
-        self._sinks.close(self._time_for_sinks_s())
-        self._logs.close()
+            code, reason = self._verdict
+            if self._keeper.is_durable(self._recorder.step):
+                remove_all(self._config.run_dir, self._config.checkpoint.memory_folder)
+            self._recorder.close()
+            self._log("run_finished", step=self._recorder.step, exit_code=code, reason=reason)
+            self._show(live=False)
+            self._story.finished(code, reason)
+            self._hosts.dismiss_all(self._verdict)
+            self._sinks.close(self._time_for_sinks_s())
+            self._logs.close()
         return code
 
     def _time_for_sinks_s(self) -> float:
@@ -145,6 +171,25 @@ class Supervisor:
     def _end(self, code: int, reason: str) -> None:
         if self._verdict is None:
             self._verdict = Verdict(code, reason)
+
+    def _begin_memory(self) -> None:
+        """What earlier processes left in the memory tier: of this run to be used, of others not."""
+        sweep()
+        if not self._continues:
+            remove_all(self._config.run_dir, self._config.checkpoint.memory_folder)
+        for folder in self._memory:
+            settle_folder(Path(folder))
+
+    def _fork_saver(
+        self, job: dict[str, Any], env: Mapping[str, str], lock_fd: int, ends: Ends
+    ) -> int | None:
+        template = self._local.template
+        return template.fork(job, env, lock_fd, ends) if template.usable else None
+
+    def _tell_workers(self, line: str) -> None:
+        for slot in self._slots:
+            if slot.child is not None and slot.going:
+                slot.child.send(line)
 
     # Signals.
 
@@ -167,6 +212,7 @@ class Supervisor:
 
     def _pass_on_stop(self) -> None:
         """Those that take part stop together and save; the others have nothing to save."""
+        self._keeper.hurries = True
         for slot in self._slots:
             slot.restart_at = None
             if slot.child is not None and slot.going:
@@ -347,8 +393,12 @@ class Supervisor:
                 slot.local_error = record
             case "gave_up":
                 self._end(EXIT_GAVE_UP, record["reason"])
+            case "snapshot" | "snapshot_failed":
+                self._keeper.take(record)
             case kind:
                 slot.commits += kind == "commit"
+                if kind in ("checkpoint_restored", "checkpoint_skipped"):
+                    self._keeper.note_restore(record)
                 self._recorder.take(slot.worker, record, self._generation)
 
     def _on_fact(self, kind: str, fields: dict[str, Any]) -> None:
@@ -374,6 +424,8 @@ class Supervisor:
                 f"go {self._generation}-{going[0].incarnation}-{going[0].worker} "
                 + " ".join(str(s.worker) for s in going)
             )
+            for words in self._keeper.words_for_a_new_worker():
+                slot.child.send(words)
 
     def _on_worker_exit(self, slot: Slot, ended: Exit, lost: str) -> None:
         """Its process has ended: have it fenced, and decide about its replacement."""
@@ -457,6 +509,9 @@ class Supervisor:
         self._hosts.tick(now)
         self._start_due()
         self._let_go()
+        if any(s.going for s in self._slots):
+            self._keeper.prepare()  # its imports are done when the first save is due
+        self._keeper.tick(now)
         self._warden.tick(now, self._coordinator)
         self._sinks.tick(now)
         self._judge(now)
@@ -467,10 +522,10 @@ class Supervisor:
     def _show(self, *, live: bool = True) -> None:
         """Where the run is, on the screen and for `ftrain status`."""
         readings = {s.worker: s.reading() for s in self._slots if s.child is not None}
-        snapshot = self._board.snapshot(time.time(), readings, time.monotonic(), os.getpid())
-        snapshot.write()
+        run = self._board.now(time.time(), readings, time.monotonic(), os.getpid())
+        run.write()
         if live:
-            self._screen.status(snapshot)
+            self._screen.status(run)
 
     def _end_deaf_coordinator(self, now: float) -> None:
         """One that is stopped or stuck ends its workers, and none could ever be replaced."""
@@ -498,7 +553,8 @@ class Supervisor:
             if len(records) == len(self._slots) or now - self._refused_at > REFUSED_WAIT_S:
                 self._end(*refused(records, len(self._slots)))
         if reasons and not alive:
-            self._end(*by_agreement(reasons[0], self._recorder.step, self._stop_signal))
+            why = self._stop_signal or self._keeper.stops_run
+            self._end(*by_agreement(reasons[0], self._recorder.step, why))
         if self._stop_signal and not alive and not reasons:
             self._end(EXIT_TRY_AGAIN, f"{self._stop_signal}, nobody was there to save")
         if any(s.going and s.child for s in self._slots):
@@ -506,8 +562,7 @@ class Supervisor:
         self._judge_hosts(now)
         if now > self._stop_deadline:
             self._end(
-                EXIT_TRY_AGAIN,
-                f"{self._stop_signal}, not saved within grace_s={self._config.grace_s:g}",
+                *not_saved_in_time(self._stop_signal, self._config.grace_s, self._keeper.error)
             )
 
     def _judge_hosts(self, now: float) -> None:
@@ -525,8 +580,8 @@ class Supervisor:
     # The end.
 
     def _other_pids(self) -> set[int]:
-        coordinator = set() if self._coordinator is None else {self._coordinator.pid}
-        return coordinator | self._sinks.pids()
+        children = [self._coordinator, self._keeper.child]
+        return {child.pid for child in children if child is not None} | self._sinks.pids()
 
     def _shut_down(self) -> None:
         """Nothing is left running when this returns."""
@@ -542,5 +597,6 @@ class Supervisor:
             self._coordinator.wait(COORDINATOR_EXIT_S)
             self._coordinator.reap(kill=True)
             self._ears.hear_out(self._coordinator)
+        self._keeper.close()
         self._local.close()
         self._local.kill_strays(self._sinks.pids())

@@ -38,6 +38,7 @@ LAYERS = [
         "match",
         "node_list",
         "processes",
+        "memory_tier",
         "tree",
         "worker_logs",
         "undertaker",
@@ -76,6 +77,7 @@ LAYERS = [
         "chaos.hook",
         "chaos.network",
         "chaos.orders",
+        "snapshots",
     ],
     [
         "mesh",
@@ -85,13 +87,14 @@ LAYERS = [
         "initial",
         "loss",
         "records",
+        "retention",
         "chaos.disk",
         "chaos.plan",
     ],
     ["addresses", "placement"],
     ["reduction", "contribution"],
     ["update", "explain"],
-    ["sync", "identity", "recoveries", "step_rules", "chaos.live"],
+    ["sync", "identity", "checkpoint", "recoveries", "step_rules", "chaos.live"],
     [
         "config",
         "recorder",
@@ -99,7 +102,10 @@ LAYERS = [
         "warden",
         "trainer",
         "step",
-        "checkpoint",
+        "restore",
+        "saving",
+        "saver",
+        "keeper",
         "evaluation",
         "membership",
         "fault_rules",
@@ -122,6 +128,7 @@ LAYERS = [
     ["run_hosts"],
     ["check", "debug", "template", "checkpoints", "sink_process"],
     ["cli"],
+    ["__main__"],
 ]
 
 PROCESS_SIDE = set(
@@ -136,6 +143,7 @@ PROCESS_SIDE = set(
     sinks sink_process prometheus tensorboard following
     chaos.hook chaos.plan chaos.network chaos.disk chaos.orders chaos.live chaos.faults
     chaos.command
+    __main__ keeper memory_tier retention
 """.split()
 )
 DEVICE_PACKAGES = {"jax", "jaxlib", "flax", "optax"}
@@ -299,7 +307,9 @@ def test_the_command_line_loads_no_jax_when_it_refuses():
 
 def test_a_worker_s_imports_load_nothing_slow():
     """What a `linear` worker imports before its first commit: neither Orbax nor grain nor flax."""
-    statement = "import ftrain.loop, ftrain.membership, ftrain.checkpoint, ftrain.worker"
+    statement = (
+        "import ftrain.loop, ftrain.membership, ftrain.saving, ftrain.restore, ftrain.worker"
+    )
     assert loaded_after(statement) & HEAVY_PACKAGES == set()
 
 

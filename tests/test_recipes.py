@@ -99,7 +99,7 @@ class Driven:
         """The means, and the weight of all parts."""
         sums = np.sum(
             [
-                self.evaluation.part(OneWorker, self.state, part)
+                self.evaluation.part(OneWorker, self.state, part)[0]
                 for part in range(self.evaluation.parts)
             ],
             axis=0,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -314,8 +316,10 @@ FACTS = {
     "state_synced": {"donor": 1, "step": 5, "bytes": 8, "seconds": 0.1, "digest": "aa"},
     "checkpoint_saved": {"step": 5, "seconds": 0.1, "tier": "disk"},
     "checkpoint_restored": {"step": 5, "tier": "disk"},
-    "checkpoint_skipped": {"step": 5, "why": "torn"},
     "parameters_loaded": {"source": "runs/a", "leaves": 2, "fresh": ["head/w"], "unused": []},
+    "checkpoint_skipped": {"step": 5, "why": "torn", "tier": "disk"},
+    "memory_full": {"folder": "/x", "error": "no space", "instead": "/y"},
+    "snapshot_failed": {"step": 5, "error": "no space"},
     "save_failed": {"step": 5, "error": "OSError: no space"},
 }
 
@@ -407,3 +411,24 @@ def test_a_skipped_step_is_one_event_however_many_report_it(records):
     assert [kind for kind, _ in records.told] == ["commit", "step_skipped", "commit"]
     records.commit(0, 1, lineage=2, skipped=skipped)
     assert [e["step"] for e in records.events("step_skipped")] == [1, 1]
+
+
+def test_lines_that_a_full_disk_refuses_are_written_once_there_is_room(tmp_path, monkeypatch):
+    """In order and whole, a line that was half written too; the run goes on meanwhile."""
+    file = LineFile(str(tmp_path / "lines"))
+    real, room = os.write, [5]
+
+    def write(fd: int, data: bytes) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = real(fd, data[: room[0]])
+        room[0] -= written
+        return written
+
+    monkeypatch.setattr("ftrain.events.os.write", write)
+    for step in (1, 2):
+        file.append({"step": step})
+    assert (tmp_path / "lines").read_bytes() == b'{"ste'
+    room[0] = 1000
+    file.append({"step": 3})
+    assert [row["step"] for row in read_lines(file.path)] == [1, 2, 3]

@@ -90,6 +90,7 @@ def test_a_beat_is_read_on_this_host_s_clock(host):
 def test_all_workers_of_a_lost_host_end_and_what_they_said_before_is_kept(host):
     """Their records come when the agent is back, each once, and not as a living worker's."""
     child, told = start(host)
+    host.take({"kind": "started", "child": child.number, "pid": 77})
     host.take({"kind": "record", "seq": 1, "child": child.number, "line": "one"})
     host.lose("the loss of host 1")
     assert not host.can_start() and host.wire is None
@@ -99,6 +100,7 @@ def test_all_workers_of_a_lost_host_end_and_what_they_said_before_is_kept(host):
     for seq, line in ((1, "one"), (2, "two"), (2, "two")):
         host.take({"kind": "record", "seq": seq, "child": child.number, "line": line})
     assert told.calls == [
+        ("started", 77),
         ("records", "one"),
         ("ended", Exit(None, "SIGKILL"), "the loss of host 1"),
         ("late", "two"),

@@ -130,6 +130,14 @@ class Forks(Paced):
         return super().dataset()
 
 
+class Orphans(Paced):
+    """Each worker leaves a process that has lost its parent, and ends soon."""
+
+    def dataset(self):
+        subprocess.run(["sh", "-c", "sleep 0.5 & sleep 0.1 &"], check=True)
+        return super().dataset()
+
+
 class Talks(Paced):
     """Prints what logs must take: long lines, bytes that are no text, a last line without end."""
 
@@ -456,3 +464,15 @@ class TextInState(Paced):
 
     def init_params(self, key):
         return ftrain.Init({"w": jnp.zeros(8)}, {"layers": [{"name": "first"}]})
+
+
+class Large(Paced):
+    """50 MB of parameters, which every step changes."""
+
+    def init_params(self, key):
+        init = super().init_params(key)
+        return init._replace(params={**init.params, "large": jnp.zeros(12_500_000)})
+
+    def update(self, state, grads):
+        new = super().update(state, grads)
+        return new.replace(params={**new.params, "large": state.params["large"] + 1})
