@@ -1,7 +1,7 @@
 """Keeps count of where a run is, from the same facts that become its records.
 
 The supervisor tells it each event and commit as it writes them, and once a second asks for a
-Snapshot with the phases of the workers' beats. Told the records of a run it gives the same without
+RunNow with the phases of the workers' beats. Told the records of a run it gives the same without
 phases, so that `ftrain status` shows a run that has ended as it showed it live.
 """
 
@@ -16,7 +16,7 @@ from ftrain.beat import Reading
 from ftrain.goodput import Goodput, in_order
 from ftrain.records import Commit, Event, Records
 from ftrain.recoveries import is_death
-from ftrain.snapshot import Snapshot, WorkerNow
+from ftrain.run_now import RunNow, WorkerNow
 from ftrain.target import Target
 
 RATE_WINDOW_S = 10.0
@@ -34,7 +34,7 @@ STATE_IN = {  # by phase, of a worker that lives; in the others it is as the eve
 
 
 class Board:
-    """Told every fact in the order of times, by `event` and `commit`; see `snapshot`."""
+    """Told every fact in the order of times, by `event` and `commit`; see `now`."""
 
     def __init__(self, run_dir: str):
         self._run_dir = run_dir
@@ -77,13 +77,13 @@ class Board:
         if handler is not None:
             handler(event)
 
-    def snapshot(
+    def now(
         self,
         now: float,
         readings: Mapping[int, Reading] | None = None,
         clock: float = 0.0,
         pid: int | None = None,
-    ) -> Snapshot:
+    ) -> RunNow:
         """The run at this moment.
 
         Args:
@@ -96,7 +96,7 @@ class Board:
         newest, rate = self._newest, self._samples_per_s(now)
         step, samples = (newest.step, newest.samples) if newest else (0, 0)
         target = self._target and self._target.last_step(step, samples)
-        return Snapshot(
+        return RunNow(
             t=now,
             run_dir=self._run_dir,
             pid=pid,

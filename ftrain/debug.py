@@ -71,7 +71,7 @@ class Foreground:
             self._failed(fields["step"], fields["digest"], fields["error"])
         elif record != "ready":
             self._take(record, **fields)
-            self._screen.status(self._board.snapshot(time.time()))
+            self._screen.status(self._board.now(time.time()))
 
     def _on_fact(self, kind: str, fields: dict[str, Any]) -> None:
         if kind == "commit":

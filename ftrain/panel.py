@@ -1,4 +1,4 @@
-"""A Snapshot for a terminal: a panel of rich for 80 columns and more, and one plain line."""
+"""A RunNow for a terminal: a panel of rich for 80 columns and more, and one plain line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from ftrain.snapshot import Snapshot, WorkerNow
+    from ftrain.run_now import RunNow, WorkerNow
 
 ROWS = 16  # workers shown; of more, those in trouble first
 LOSSES = 3  # parts of the lost time that are named
@@ -25,7 +25,7 @@ COLOURS = {
 QUIET = ("training", "ended")
 
 
-def panel(now: Snapshot) -> RenderableType:
+def panel(now: RunNow) -> RenderableType:
     """The run as some lines and a table of its workers."""
     from rich.console import Group
     from rich.progress_bar import ProgressBar
@@ -56,7 +56,7 @@ def panel(now: Snapshot) -> RenderableType:
     return Group(*lines)
 
 
-def _facts(now: Snapshot) -> list[str]:
+def _facts(now: RunNow) -> list[str]:
     facts = []
     if now.loss is not None:
         facts.append(f"loss {now.loss:.4g}")
@@ -70,7 +70,7 @@ def _facts(now: Snapshot) -> list[str]:
     return facts
 
 
-def _workers(now: Snapshot) -> Table:
+def _workers(now: RunNow) -> Table:
     from rich.table import Table
     from rich.text import Text
 
@@ -106,18 +106,18 @@ def _colour(state: str) -> str:
     return COLOURS.get(state, "yellow")
 
 
-def _of(now: Snapshot) -> str:
+def _of(now: RunNow) -> str:
     return f"{now.step:,}" if now.target is None else f"{now.step:,} / {now.target:,}"
 
 
-def losses(now: Snapshot) -> str:
+def losses(now: RunNow) -> str:
     """What took most of the time that was not committed compute, in words."""
     taken = sorted(((s, p) for p, s in now.parts.items() if p != "train"), reverse=True)
     named = [f"{part} {s / now.wall_s:.1%}" for s, part in taken if s > 0.001 * now.wall_s]
     return "   ".join(named[:LOSSES])
 
 
-def one_line(now: Snapshot) -> str:
+def one_line(now: RunNow) -> str:
     """For a log: step, loss, speed, time left, who trains, what is saved."""
     parts = [f"step {now.step}/{now.target}" if now.target else f"step {now.step}"]
     if now.loss is not None:
@@ -133,7 +133,7 @@ def one_line(now: Snapshot) -> str:
     return "  ".join(parts)
 
 
-def full_text(now: Snapshot) -> str:
+def full_text(now: RunNow) -> str:
     """The panel as plain text, for `--once` and where no terminal is; COLUMNS wide, or 80."""
     from rich.console import Console
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ftrain.panel import one_line, panel
 
 if TYPE_CHECKING:
-    from ftrain.snapshot import Snapshot
+    from ftrain.run_now import RunNow
 
 PLAIN_EVERY_S = 5.0
 
@@ -50,23 +50,23 @@ class Screen:
         # What is left in the buffer would be tried again, and fail, when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    def status(self, snapshot: Snapshot) -> None:
+    def status(self, run: RunNow) -> None:
         """Where the run is; called about once a second."""
         if self._gone:
             return
         try:
-            self._draw(snapshot)
+            self._draw(run)
         except OSError:
             self._lose()
 
-    def _draw(self, snapshot: Snapshot) -> None:
+    def _draw(self, run: RunNow) -> None:
         if self._live is not None:
-            self._live.update(panel(snapshot), refresh=True)
+            self._live.update(panel(run), refresh=True)
             return
         now = time.monotonic()
-        if snapshot.target is None or not snapshot.step or now - self._shown_at < PLAIN_EVERY_S:
+        if run.target is None or not run.step or now - self._shown_at < PLAIN_EVERY_S:
             return  # nothing to tell yet, or told just now
-        text = one_line(snapshot)
+        text = one_line(run)
         if text != self._status:
             self.line(text)
             self._status, self._shown_at = text, now

@@ -115,7 +115,7 @@ LAYERS = [
         "chaos.faults",
         "goodput",
         "lanes",
-        "snapshot",
+        "run_now",
     ],
     ["admission", "load", "verify", "board", "panel", "prometheus"],
     ["sources", "screen", "status", "report"],
@@ -137,7 +137,7 @@ PROCESS_SIDE = set(
     errors yaml_lines environment user_code beat versions worker_logs forking ears
     verdict stacks warden target match pretrained checkpoints
     findings records recoveries step_rules fault_rules verify goodput
-    snapshot board panel status lanes report
+    run_now board panel status lanes report
     agent door hosts local_host meeting_point remote_host run_hosts run_token undertaker wire
     addresses endpoint interfaces node_list placement schedulers
     sinks sink_process prometheus tensorboard following

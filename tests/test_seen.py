@@ -9,16 +9,16 @@ import pytest
 from ftrain.goodput import breakdown
 from ftrain.records import read_records
 from ftrain.report import report
-from ftrain.snapshot import STATUS_FILE, Snapshot
+from ftrain.run_now import STATUS_FILE, RunNow
 from ftrain.status import read_status
 from tests.checks import check_each_step_once, check_nothing_left, check_rules
 from tests.runs import Run, running
 
 
-def wait_for_status(run: Run, what: str, condition) -> Snapshot:
+def wait_for_status(run: Run, what: str, condition) -> RunNow:
     """Waits for a status that the live supervisor has written."""
 
-    def find() -> Snapshot | None:
+    def find() -> RunNow | None:
         if not (run.run_dir / STATUS_FILE).exists():
             return None
         now = read_status(str(run.run_dir))
@@ -42,7 +42,7 @@ def test_a_run_with_a_death_is_seen_judged_and_accounted_for(tmp_path):
         check_each_step_once(run, 400)
         check_rules(run)
         check_nothing_left(run)
-    end = Snapshot.from_json((run.run_dir / STATUS_FILE).read_text())
+    end = RunNow.from_json((run.run_dir / STATUS_FILE).read_text())
     assert (end.state, end.exit_code, end.step) == ("finished", 0, 400)
     records = read_records(run.run_dir)
     first, last = records.events[0].t, records.events[-1].t

@@ -17,17 +17,17 @@ from ftrain.cli import main
 from ftrain.events import EventLog
 from ftrain.panel import full_text, one_line, panel
 from ftrain.records import read_records
+from ftrain.run_now import FRESH_S, STATUS_FILE, RunNow
 from ftrain.screen import Screen
-from ftrain.snapshot import FRESH_S, STATUS_FILE, Snapshot
 from ftrain.status import read_status
 from tests.written import BATCH, Written, good_run
 
 
-def snapshot_of(run: Written, tmp_path, *, after_s: float = 0.0, **options) -> Snapshot:
+def now_of(run: Written, tmp_path, *, after_s: float = 0.0, **options) -> RunNow:
     run_dir = str(run.write(tmp_path / "run"))
     board = Board(run_dir)
     board.read(read_records(run_dir))
-    return board.snapshot(run.t + after_s, **options)
+    return board.now(run.t + after_s, **options)
 
 
 def begun(steps: int = 6, **changes) -> Written:
@@ -42,7 +42,7 @@ def test_a_training_run_is_counted_up(tmp_path):
     """A step a second, of twelve samples, fourteen of twenty to go."""
     run = begun()
     run.save()
-    now = snapshot_of(run, tmp_path, after_s=2.0, pid=77)
+    now = now_of(run, tmp_path, after_s=2.0, pid=77)
     assert (now.state, now.step, now.target, now.samples) == ("training", 6, 20, 6 * BATCH)
     assert now.samples_per_s == pytest.approx(BATCH)
     assert now.eta_s == pytest.approx(14.0)
@@ -56,14 +56,14 @@ def test_a_death_and_the_way_back_are_seen(tmp_path):
     run = begun()
     run.wait(0.5)
     run.exit(1)
-    down = snapshot_of(run, tmp_path, after_s=3.0).workers[1]
+    down = now_of(run, tmp_path, after_s=3.0).workers[1]
     assert (down.state, down.pid, down.fault, down.deaths) == ("down", None, "SIGKILL", 1)
     run.view(0)
     run.start_worker(1)
-    again = snapshot_of(run, tmp_path).workers[1]
+    again = now_of(run, tmp_path).workers[1]
     assert (again.state, again.incarnation) == ("starting", 1)
     run.view(0, 1)
-    back = snapshot_of(run, tmp_path)
+    back = now_of(run, tmp_path)
     assert (back.workers[1].state, back.workers[1].fault, back.deaths) == ("training", "SIGKILL", 1)
 
 
@@ -74,7 +74,7 @@ def test_a_death_and_the_way_back_are_seen(tmp_path):
 def test_a_beat_says_what_no_record_can(tmp_path, phase, state):
     """The phase and how long it has lasted; the state where it follows from that."""
     readings = {0: Reading(5, 5, phase, 90.0)}
-    now = snapshot_of(begun(), tmp_path, readings=readings, clock=92.5)
+    now = now_of(begun(), tmp_path, readings=readings, clock=92.5)
     assert (now.workers[0].state, now.workers[0].phase) == (state, phase)
     assert now.workers[0].phase_s == pytest.approx(2.5)
     assert (now.workers[1].state, now.workers[1].phase) == ("training", "")
@@ -85,7 +85,7 @@ def test_a_stuck_worker_is_stuck_whatever_its_beat_says(tmp_path):
     run = begun()
     run.event("hang_detected", worker=1, phase="update", seconds=20.0)
     readings = {1: Reading(5, 5, "update", 0.0)}
-    assert snapshot_of(run, tmp_path, readings=readings).workers[1].state == "stuck"
+    assert now_of(run, tmp_path, readings=readings).workers[1].state == "stuck"
 
 
 def test_below_min_workers_the_run_waits(tmp_path):
@@ -93,15 +93,15 @@ def test_below_min_workers_the_run_waits(tmp_path):
     run = begun(cluster={"workers": 2, "min_workers": 2})
     run.exit(1)
     run.view(0)
-    now = snapshot_of(run, tmp_path)
+    now = now_of(run, tmp_path)
     assert (now.state, now.workers[0].state) == ("waiting", "waiting")
     run.view(0, 1)
-    assert snapshot_of(run, tmp_path).state == "training"
+    assert now_of(run, tmp_path).state == "training"
 
 
 def test_the_speed_of_a_run_that_stands_still_is_not_that_of_before(tmp_path):
     """After ten seconds without a step there is none, and no end in sight."""
-    now = snapshot_of(begun(), tmp_path, after_s=11.0)
+    now = now_of(begun(), tmp_path, after_s=11.0)
     assert (now.samples_per_s, now.eta_s) == (0.0, None)
 
 
@@ -110,7 +110,7 @@ def test_after_a_rewind_the_speed_is_of_the_new_history(tmp_path):
     run = begun()
     run.lose_all(restored=0)
     run.steps(2)
-    now = snapshot_of(run, tmp_path)
+    now = now_of(run, tmp_path)
     assert (now.step, now.samples_per_s) == (2, pytest.approx(BATCH))
 
 
@@ -132,12 +132,12 @@ def test_who_listens_to_the_event_log_hears_each_event_once_it_is_written(tmp_pa
 # The file.
 
 
-def test_a_written_snapshot_is_read_back(tmp_path):
+def test_what_is_written_is_read_back(tmp_path):
     """All of it; what is not finite is null."""
-    now = snapshot_of(begun(), tmp_path)
+    now = now_of(begun(), tmp_path)
     now.write()
     text = (tmp_path / "run" / STATUS_FILE).read_text()
-    assert Snapshot.from_json(text) == now
+    assert RunNow.from_json(text) == now
     assert "NaN" not in dataclasses.replace(now, loss=float("nan")).to_json()
     assert [f.name for f in (tmp_path / "run").glob("*.part")] == []
 
@@ -145,7 +145,7 @@ def test_a_written_snapshot_is_read_back(tmp_path):
 def test_a_fresh_file_is_believed_and_an_old_one_is_not(tmp_path):
     """Its supervisor has died, or is stopped: then the records say where the run was."""
     run = begun()
-    now = dataclasses.replace(snapshot_of(run, tmp_path), t=time.time(), loss=42.0)
+    now = dataclasses.replace(now_of(run, tmp_path), t=time.time(), loss=42.0)
     now.write()
     assert read_status(now.run_dir).loss == 42.0
     dataclasses.replace(now, t=time.time() - FRESH_S - 1).write()
@@ -184,7 +184,7 @@ def crowd(workers: int) -> Written:
 @pytest.mark.parametrize("workers", [2, 64])
 def test_the_panel_fits_eighty_columns(tmp_path, workers):
     """And about a screen, however many workers there are; those in trouble are among the shown."""
-    now = snapshot_of(crowd(workers), tmp_path, after_s=1.0)
+    now = now_of(crowd(workers), tmp_path, after_s=1.0)
     lines = full_text(now).splitlines()
     assert max(map(len, lines)) <= 80 and len(lines) < 24
     text = "\n".join(lines)
@@ -198,7 +198,7 @@ def test_a_line_for_a_log_says_the_same_in_short(tmp_path):
     run = begun()
     run.exit(1)
     run.view(0)
-    assert one_line(snapshot_of(run, tmp_path)).startswith(
+    assert one_line(now_of(run, tmp_path)).startswith(
         "step 6/20  loss 0.1667  12 samples/s  0:14 left  workers 0"
     )
 
@@ -208,10 +208,10 @@ def test_without_a_terminal_a_plain_line_comes_now_and_then(tmp_path, capsys):
     screen = Screen()
     begin = Written()
     begin.start()
-    screen.status(snapshot_of(begin, tmp_path))
+    screen.status(now_of(begin, tmp_path))
     assert capsys.readouterr().out == ""
     for _ in range(3):
-        screen.status(snapshot_of(begun(), tmp_path))
+        screen.status(now_of(begun(), tmp_path))
     assert capsys.readouterr().out.count("step 6/20") == 1
 
 
@@ -220,7 +220,7 @@ def test_the_panel_is_drawn_on_a_terminal(tmp_path):
     run = begun()
     run.exit(1, "ValueError: [red]not a colour[/red]")
     out = Console(file=io.StringIO(), force_terminal=True, width=100)
-    out.print(panel(snapshot_of(run, tmp_path)))
+    out.print(panel(now_of(run, tmp_path)))
     assert "[red]not a colour[/red]" in out.file.getvalue()
 
 

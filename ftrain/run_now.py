@@ -1,6 +1,6 @@
 """Where a run is, at one moment: what the screen, `ftrain status` and `status.json` show. Pure.
 
-`run_dir/status.json` is a Snapshot that the supervisor writes anew about once a second, whole, by
+`run_dir/status.json` is a RunNow that the supervisor writes anew about once a second, whole, by
 renaming it into place. It is for looking at a live run: the phases in it are of the workers' beats,
 which no record has. Whoever reads it looks at `t` first: the file of a supervisor that died or was
 stopped stays as it was. After the end the records say the same and more.
@@ -47,7 +47,7 @@ class WorkerNow:
 
 
 @dataclasses.dataclass
-class Snapshot:
+class RunNow:
     """A run at one moment.
 
     Attributes:
@@ -95,8 +95,8 @@ class Snapshot:
         return to_json(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Snapshot:
-        """The Snapshot that `to_json` was called on."""
+    def from_json(cls, text: str) -> RunNow:
+        """The RunNow that `to_json` was called on."""
         values = json.loads(text)
         return cls(**{**values, "workers": [WorkerNow(**w) for w in values["workers"]]})
 
