@@ -1,4 +1,4 @@
-"""The address by which gloo's connecting is let go: of the same kind as a member's, and nobody's."""
+"""The address that lets gloo's connecting go: of the kind of a member's, and nobody's."""
 
 from __future__ import annotations
 
