@@ -144,6 +144,13 @@ class RestartLimitError(FtrainError):
         )
 
 
+class AddressError(ConfigError):
+    """Raised when an address is malformed, has no host behind it, or is not this host's (exit 2).
+
+    The message names the address and what to give instead.
+    """
+
+
 class TrainerError(ConfigError):
     """Raised when the trainer's code breaks a rule of the API; nothing has started (exit 2)."""
 

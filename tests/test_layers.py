@@ -27,29 +27,36 @@ MODULES = sorted(
 # From the ground up: a module imports only from layers before its own.
 LAYERS = [
     # Words that all use, and pure functions.
-    ["stacks"],
+    ["stacks", "tcp_sockets"],
     [
         "errors",
         "findings",
         "beat",
         "order",
-        "tcp_sockets",
         "compile_lock",
+        "interfaces",
         "match",
+        "node_list",
         "processes",
         "memory_tier",
         "tree",
         "worker_logs",
+        "undertaker",
+        "wire",
     ],
     [
         "communicators",
+        "endpoint",
         "reachability",
+        "schedulers",
         "yaml_lines",
         "events",
         "restart",
         "watchdog",
         "pretrained",
         "run_lock",
+        "run_token",
+        "door",
         "user_code",
         "versions",
         "state",
@@ -84,6 +91,7 @@ LAYERS = [
         "chaos.disk",
         "chaos.plan",
     ],
+    ["addresses", "placement"],
     ["reduction", "contribution"],
     ["update", "explain"],
     ["sync", "identity", "checkpoint", "recoveries", "step_rules", "chaos.live"],
@@ -112,8 +120,13 @@ LAYERS = [
     ["admission", "load", "verify", "board", "panel", "prometheus"],
     ["sources", "screen", "status", "report"],
     ["init_from"],
-    ["environment", "loop", "worker", "chaos.command"],
-    ["supervisor", "check", "debug", "template", "checkpoints", "sink_process"],
+    ["environment", "loop", "worker", "meeting_point", "chaos.command"],
+    ["local_host"],
+    ["remote_host"],
+    ["hosts"],
+    ["supervisor", "agent"],
+    ["run_hosts"],
+    ["check", "debug", "template", "checkpoints", "sink_process"],
     ["cli"],
     ["__main__"],
 ]
@@ -125,6 +138,8 @@ PROCESS_SIDE = set(
     verdict stacks warden target match pretrained checkpoints
     findings records recoveries step_rules fault_rules verify goodput
     run_now board panel status lanes report
+    agent door hosts local_host meeting_point remote_host run_hosts run_token undertaker wire
+    addresses endpoint interfaces node_list placement schedulers
     sinks sink_process prometheus tensorboard following
     chaos.hook chaos.plan chaos.network chaos.disk chaos.orders chaos.live chaos.faults
     chaos.command
