@@ -37,6 +37,7 @@ LAYERS = [
         "screen",
         "tree",
         "worker_logs",
+        "worker_signals",
     ],
     [
         "communicators",
