@@ -1,4 +1,7 @@
-"""The command line: `ftrain run`, `check`, `debug`, `checkpoints`. No jax but to verify."""
+"""The command line: `ftrain run`, `check`, `debug`, `checkpoints`, `doctor`.
+
+No jax but to verify checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from ftrain import doctor
 from ftrain.config import Config, changed_keys, continue_problems, load_config, read_resolved
 from ftrain.environment import resolve_platform, worker_environment
 from ftrain.errors import (
@@ -27,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; 1 is a defect of ftrain and shows a traceback."""
     arguments = _parser().parse_args(argv)
     try:
+        if arguments.command is doctor.main:  # which says itself what it thinks of the versions
+            return doctor.main(arguments)
         check_versions()
         if arguments.command is _checkpoints:
             return _checkpoints(arguments)
@@ -73,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--run-dir", metavar="DIR", help="replace run_dir")
         sub.set_defaults(command=command)
     _add_checkpoints(commands)
+    doctor.add_doctor(commands)
     return parser
 
 

@@ -27,6 +27,7 @@ LAYERS = [
     [
         "errors",
         "beat",
+        "finding",
         "order",
         "tcp_sockets",
         "compile_lock",
@@ -67,7 +68,7 @@ LAYERS = [
         "verdict",
         "target",
     ],
-    ["mesh", "digests", "transfer", "replicas", "addresses", "placement"],
+    ["mesh", "digests", "transfer", "replicas", "addresses", "placement", "host_checks"],
     ["reduction"],
     ["sync", "identity"],
     [
@@ -81,11 +82,12 @@ LAYERS = [
         "evaluation",
         "membership",
     ],
-    ["admission", "load"],
+    ["admission", "load", "network_checks", "probe"],
     ["sources"],
     ["init_from"],
     ["environment", "loop", "worker"],
-    ["supervisor", "check", "debug", "template", "checkpoints_table"],
+    ["supervisor", "check", "debug", "template", "checkpoints_table", "device_checks"],
+    ["doctor"],
     ["cli"],
 ]
 
@@ -95,6 +97,7 @@ PROCESS_SIDE = set(
     errors yaml_lines environment user_code beat versions worker_logs forking ears
     verdict stacks warden target match pretrained checkpoints_table
     addresses endpoint interfaces node_list placement schedulers
+    doctor finding host_checks network_checks device_checks
 """.split()
 )
 DEVICE_PACKAGES = {"jax", "jaxlib", "flax", "optax"}
