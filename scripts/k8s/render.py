@@ -98,8 +98,8 @@ def _check(name: str, nodes: int, run_dir: str, image: str, config: Config) -> N
         )
     if not run_dir.startswith(f"{MOUNT}/"):
         raise ConfigError(
-            f"run_dir {run_dir} is not below {MOUNT}, where the claim is mounted, and would go with "
-            f"its pod; give --run-dir {MOUNT}/NAME"
+            f"run_dir {run_dir} is not below {MOUNT}, where the claim is mounted, and would go "
+            f"with its pod; give --run-dir {MOUNT}/NAME"
         )
     if config.cluster.platform == "auto":
         raise ConfigError(
