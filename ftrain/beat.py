@@ -27,6 +27,7 @@ PHASES = (
     "sync",  # state on its way between workers
     "compare",  # every worker's digest of the committed state with every other's
     "hook",  # the user's after_commit
+    "copy",  # the state to the host, for a checkpoint
     "data",  # waiting for its samples
     "gradient",  # its own shards
     "reduce",  # the sum over the workers
@@ -34,9 +35,12 @@ PHASES = (
     "evaluate",  # a part of an evaluation
     "save",  # at the end: the last checkpoint is being written
     "pause",  # too few workers
+    "profile",  # the profiler starts, or stops and writes its trace
 )
 WAITING = frozenset({"barrier", "settle", "sync", "compare", "reduce"})  # a culprit is elsewhere
-UNHURRIED = frozenset({"connect", "compile", "restore", "save"})  # long without being stuck
+UNHURRIED = frozenset(
+    {"connect", "compile", "restore", "save", "profile"}
+)  # long without being stuck
 UNTIMED = frozenset({"start", "ready", "pause"})  # others see to these
 
 _LAYOUT = struct.Struct("<qqqd")  # round, step, phase, since
@@ -61,6 +65,8 @@ class Beat:
     def __init__(self, fd: int):
         self._fd, self._memory = fd, mmap.mmap(fd, SIZE)
         self._stacks_read = SIZE
+        self._spent = dict.fromkeys(PHASES, 0.0)  # seconds since they were taken last
+        self._phase, self._since = "start", time.monotonic()
         self.round, self.step = -1, -1
 
     @staticmethod
@@ -75,12 +81,25 @@ class Beat:
         """The worker enters phase `name`. About two microseconds."""
         # Written beside the reading that is valid, then made valid by one byte: whoever reads, and
         # wherever the writer is stopped, sees a whole one.
+        now = time.monotonic()
+        self._spent[self._phase] += now - self._since
+        self._phase, self._since = name, now
         count = (self._memory[0] + 1) % 256
         start = 8 + (count % 2) * _LAYOUT.size
         self._memory[start : start + _LAYOUT.size] = _LAYOUT.pack(
-            self.round, self.step, PHASES.index(name), time.monotonic()
+            self.round, self.step, PHASES.index(name), now
         )
         self._memory[0] = count
+
+    def take_spent(self) -> dict[str, float]:
+        """The writer's seconds in each phase since the last call."""
+        now = time.monotonic()
+        self._spent[self._phase] += now - self._since
+        self._since = now
+        spent = {phase: seconds for phase, seconds in self._spent.items() if seconds}
+        for phase in spent:
+            self._spent[phase] = 0.0
+        return spent
 
     def read(self) -> Reading:
         """What the worker last wrote."""

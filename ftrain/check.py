@@ -37,7 +37,7 @@ def check(config: Config, base: str) -> str:
         ("sample", ", ".join(f"{s.dtype}{list(s.shape)}" for s in source.samples)),
         ("parameters", f"{sum(p.size for p in params):,}"),
         ("state", f"{host_bytes(spec):,} bytes in {len(spec.leaves)} leaves"),
-        ("metrics", ", ".join(["loss", *programs.metric_names, *programs.extra_names])),
+        ("metrics", ", ".join(["loss", *programs.metric_names])),
         ("evaluation", ", ".join(evaluation.names) if evaluation else "none"),
         ("shards a worker", str(most) if most == least else f"{least} to {most}"),
         ("samples a shard", str(config.batch_size // config.batch_shards)),

@@ -1,48 +1,72 @@
-"""The command line: `ftrain run`, `check`, `debug`, `checkpoints`, `doctor`.
+"""The command line: commands that take a config, and those that look at a run directory. No jax.
 
-No jax but to verify checkpoints.
+`RUN_DIR_COMMANDS` is the table of the latter. Each is a module of that name with a
+`main(arguments) -> exit code`, imported when it is asked for.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from ftrain import doctor
+from ftrain.chaos.command import add_arguments
 from ftrain.config import Config, changed_keys, continue_problems, load_config, read_resolved
+from ftrain.doctor.command import add_doctor
 from ftrain.environment import resolve_platform, worker_environment
 from ftrain.errors import (
     EXIT_DEFECT,
-    EXIT_GAVE_UP,
     EXIT_OK,
     EXIT_REFUSED,
     ConfigError,
     FtrainError,
+    told_of,
 )
 from ftrain.pretrained import find_source
 from ftrain.user_code import find_base
 from ftrain.versions import check_versions
+
+Option = tuple[str, dict[str, Any]]
+JSON: Option = ("--json", {"action": "store_true", "help": "as JSON, for programs"})
+
+
+class RunDirCommand(NamedTuple):
+    """A command `ftrain NAME RUN_DIR [options]`, in the module `ftrain.NAME`."""
+
+    name: str
+    help: str
+    options: tuple[Option, ...] = (JSON,)
+
+
+RUN_DIR_COMMANDS = (
+    RunDirCommand(
+        "status",
+        "where a run is: live on a terminal, else once",
+        (JSON, ("--once", {"action": "store_true", "help": "print it once"})),
+    ),
+    RunDirCommand("verify", "judge a run by its records; exit 0 if no rule is broken, else 1"),
+    RunDirCommand(
+        "report",
+        "a run as one HTML file that opens offline",
+        (("-o", {"dest": "output", "metavar": "FILE", "help": "default: RUN_DIR/report.html"}),),
+    ),
+    RunDirCommand(
+        "checkpoints",
+        "list the checkpoints of a run and their health",
+        (JSON, ("--verify", {"action": "store_true", "help": "read each; 3 if one is torn"})),
+    ),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; 1 is a defect of ftrain and shows a traceback."""
     arguments = _parser().parse_args(argv)
     try:
-        if arguments.command is doctor.main:  # which says itself what it thinks of the versions
-            return doctor.main(arguments)
-        check_versions()
-        if arguments.command is _checkpoints:
-            return _checkpoints(arguments)
-        config = load_config(arguments.config, arguments.set, arguments.run_dir)
-        for name in (config.trainer, config.run_dir, config.init_from.path, config.compile_cache):
-            os.fsencode(name or "")  # what cannot be a file's name here is told below
-        base = find_base(config.trainer, arguments.config)
-        platform = resolve_platform(config, os.environ)
-        worker_environment(config, platform, os.environ)
-        return arguments.command(config, base, platform)
+        return arguments.command(arguments)
     except FtrainError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_REFUSED
@@ -66,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         ("run", _run, "train, or continue; workers may die"),
         ("check", _check, "do all that a start does, without starting"),
         ("debug", _debug, "one worker in the foreground, for breakpoint() and profilers"),
+        ("chaos", _chaos, "run under faults, heal, and judge what became of the run"),
     ):
         sub = commands.add_parser(name, help=text, description=text)
         sub.add_argument("config", metavar="CONFIG", help="a YAML file, see configs/")
@@ -77,34 +102,54 @@ def _parser() -> argparse.ArgumentParser:
             help="replace a value of the config; may be given several times",
         )
         sub.add_argument("--run-dir", metavar="DIR", help="replace run_dir")
-        sub.set_defaults(command=command)
-    _add_checkpoints(commands)
-    doctor.add_doctor(commands)
+        sub.set_defaults(command=_on_config, action=command)
+        if command is _chaos:
+            add_arguments(sub)
+            sub.set_defaults(command=_chaos)
+    add_doctor(commands)
+    for reader in RUN_DIR_COMMANDS:
+        sub = commands.add_parser(reader.name, help=reader.help, description=reader.help)
+        sub.add_argument("run_dir", metavar="RUN_DIR", help="the run_dir of an `ftrain run`")
+        for flag, settings in reader.options:
+            sub.add_argument(flag, **settings)
+        sub.set_defaults(command=_on_run_dir, module=f"ftrain.{reader.name}")
     return parser
 
 
-def _add_checkpoints(commands: argparse._SubParsersAction) -> None:
-    text = "list the checkpoints of a run and their health"
-    sub = commands.add_parser("checkpoints", help=text, description=text)
-    sub.add_argument("run_dir", metavar="RUN_DIR", help="the folder of a run")
-    sub.add_argument(
-        "--verify", action="store_true", help="read each and compare its digest; 3 if one is torn"
-    )
-    sub.add_argument("--json", action="store_true", help="print a JSON list")
-    sub.set_defaults(command=_checkpoints)
+def _on_config(arguments: argparse.Namespace) -> int:
+    check_versions()
+    config = load_config(arguments.config, arguments.set, arguments.run_dir)
+    for name in (config.trainer, config.run_dir, config.init_from.path, config.compile_cache):
+        os.fsencode(name or "")  # what cannot be a file's name here is told by `main`
+    base = find_base(config.trainer, arguments.config)
+    platform = resolve_platform(config, os.environ)
+    worker_environment(config, platform, os.environ)
+    return arguments.action(config, base, platform)
+
+
+def _on_run_dir(arguments: argparse.Namespace) -> int:
+    return importlib.import_module(arguments.module).main(arguments)
 
 
 def _run(config: Config, base: str, platform: str) -> int:
     from ftrain.events import EventLog
+    from ftrain.retention import Place
     from ftrain.run_lock import RunLock
     from ftrain.screen import Screen
+    from ftrain.sinks import Sinks
     from ftrain.supervisor import Supervisor
 
-    if config.init_from.path and not _has_checkpoints(config):
+    if config.init_from.path and not _has_state(config):
         find_source(config.init_from.path)
-    os.makedirs(config.run_dir, exist_ok=True)
-    lock = RunLock(config.run_dir)
-    changed = _continue(config)
+    try:
+        os.makedirs(config.run_dir, exist_ok=True)
+        lock = RunLock(config.run_dir)
+        Place.of(config.run_dir)
+    except OSError as error:
+        raise ConfigError(
+            f"run_dir: {told_of(error, config.run_dir)}; give a folder that can be written to"
+        ) from error
+    continues, changed = _continue(config)
     done = _finished_step(config)
     if done is not None:
         sys.stdout.write(
@@ -112,12 +157,21 @@ def _run(config: Config, base: str, platform: str) -> int:
             f"set a larger `{'steps' if config.epochs is None else 'epochs'}` to train on\n"
         )
         return EXIT_OK
+    sinks = Sinks(config, base)
+    _write_down(config)
     log = EventLog(config.run_dir)
     log("run_started", config=config.model_dump(), changed=changed)
     screen = Screen()
     try:
         return Supervisor(
-            config, base=base, platform=platform, lock=lock, log=log, screen=screen
+            config,
+            base=base,
+            platform=platform,
+            lock=lock,
+            log=log,
+            screen=screen,
+            continues=continues,
+            sinks=sinks,
         ).run()
     finally:
         screen.close()
@@ -129,21 +183,38 @@ def _target(config: Config) -> str:
     return f"{config.epochs} epoch{'s' * (config.epochs > 1)}"
 
 
-def _continue(config: Config) -> dict[str, list]:
-    """Checks the config against the one the run began with, and writes the resolved one down."""
+def _continue(config: Config) -> tuple[bool, dict[str, list]]:
+    """Whether there is a run to continue, and what of its config has changed.
+
+    Raises:
+      ConfigError: it cannot be continued with this config, or is not known to be this one's.
+    """
     path = os.path.join(config.run_dir, "config.yaml")
-    changed = {}
     if os.path.exists(path):
         old = read_resolved(path)
         problems = continue_problems(old, config)
         if problems:
             raise ConfigError(*problems)
-        changed = changed_keys(old, config)
+        return True, changed_keys(old, config)
+    from ftrain.retention import checkpoint_folder, steps_in
+
+    folder = checkpoint_folder(config.run_dir)
+    if steps := steps_in(folder):
+        raise ConfigError(
+            f"{folder} has steps {', '.join(map(str, steps))}, and {path}, which would say of what "
+            "run, is not there; give another folder with --run-dir, move checkpoints away to start "
+            "afresh, or to continue from them put their run's config.yaml there"
+        )
+    return False, {}
+
+
+def _write_down(config: Config) -> None:
+    """The resolved config, for who continues the run."""
+    path = os.path.join(config.run_dir, "config.yaml")
     part = path + ".part"
     with open(part, "w", encoding="utf-8") as file:
         file.write(config.to_yaml())
     os.replace(part, path)
-    return changed
 
 
 def _finished_step(config: Config) -> int | None:
@@ -173,24 +244,15 @@ def _is_enough(started: dict, finished: dict, config: Config) -> bool:
     return (started.get("epochs") or 0) >= config.epochs
 
 
-def _has_checkpoints(config: Config) -> bool:
+def _has_state(config: Config) -> bool:
     """Whether the run is to be continued: then `init_from` is not read again."""
-    folder = os.path.join(config.run_dir, "checkpoints")
-    return os.path.isdir(folder) and any(name.isdigit() for name in os.listdir(folder))
+    from ftrain.memory_tier import memory_folders, snapshots_in
+    from ftrain.retention import checkpoint_folder, steps_in
 
-
-def _checkpoints(arguments: argparse.Namespace) -> int:
-    from ftrain.checkpoints_table import show
-
-    # To read takes no accelerator, and none may be taken from a run.
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    all_good = show(
-        arguments.run_dir,
-        verify=arguments.verify,
-        as_lines=not arguments.json,
-        write=sys.stdout.write,
-    )
-    return EXIT_OK if all_good or not arguments.verify else EXIT_GAVE_UP
+    if not os.path.isdir(config.run_dir):
+        return False
+    folders = memory_folders(config.run_dir, config.checkpoint.memory_folder)
+    return bool(steps_in(checkpoint_folder(config.run_dir))) or any(map(snapshots_in, folders))
 
 
 def _check(config: Config, base: str, platform: str) -> int:
@@ -199,6 +261,13 @@ def _check(config: Config, base: str, platform: str) -> int:
 
 def _debug(config: Config, base: str, platform: str) -> int:
     return _replace_by("ftrain.debug", config, base, platform)
+
+
+def _chaos(arguments: argparse.Namespace) -> int:
+    from ftrain.chaos.command import chaos
+
+    check_versions()
+    return chaos(load_config(arguments.config, arguments.set, arguments.run_dir), arguments)
 
 
 def _replace_by(module: str, config: Config, base: str, platform: str) -> int:

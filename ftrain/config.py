@@ -13,7 +13,7 @@ import os
 import pathlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -53,6 +53,15 @@ Folder = Annotated[str, AfterValidator(_no_url), Field(min_length=1, description
 Cache = Annotated[
     str, AfterValidator(_no_url), Field(min_length=1, description="auto, off or a folder's path")
 ]
+Every = Annotated[float | None, Field(gt=0, description="a number > 0")]
+Multiple = Annotated[int | None, Field(ge=1, description="an integer >= 1")]
+Best = Annotated[
+    str | None, Field(pattern=r"^(max|min) \S+$", description="`max METRIC` or `min METRIC`")
+]
+Memory = Annotated[
+    str, AfterValidator(_no_url), Field(min_length=1, description="auto or a folder's path")
+]
+OnSaveError = Annotated[Literal["continue", "stop"], Field(description="continue or stop")]
 Platform = Annotated[Literal["auto", "cpu", "gpu"], Field(description="auto, cpu or gpu")]
 Dtype = Annotated[Literal["float32", "param"], Field(description="float32 or param")]
 Reaction = Annotated[Literal["stop", "skip", "ignore"], Field(description="stop, skip or ignore")]
@@ -64,6 +73,13 @@ File = Annotated[str | None, Field(min_length=1, description="the path of a sour
 Patterns = Annotated[list[str], Field(description="a list of regular expressions")]
 Renames = Annotated[
     dict[str, str], Field(description="a mapping of regular expressions to their replacements")
+]
+Port = Annotated[int | None, Field(ge=1, le=65535, description="a port from 1 to 65535")]
+Address = Annotated[str, Field(min_length=1, description="an address of this machine")]
+EventFiles = Annotated[bool | str, Field(description="true, false or a folder's path")]
+ClassNames = Annotated[
+    list[Annotated[str, Field(pattern=_TRAINER)]],
+    Field(description="a list of path.py:Class or package.module:Class"),
 ]
 Arguments = Annotated[dict[str, Any], Field(description="a mapping of names to values")]
 
@@ -110,10 +126,19 @@ class Restart(Section):
 
 
 class Checkpoint(Section):
-    """When state is saved to disk; the end of a run and a stop always save."""
+    """When state is saved, and what of it is kept; the end of a run and a stop always save."""
 
-    every_steps: Natural = 100  # steps between saves, 0: none; larger: more lost if all die
+    every_steps: Natural = (
+        100  # steps between saves to disk, 0: none; larger: more lost with a host
+    )
+    every_s: Every = None  # seconds between them, beside every_steps; larger: the same
     keep: Count = 3  # newest ones kept; each takes the state's bytes on disk
+    keep_every: Multiple = None  # steps that it divides are kept for good; larger: fewer
+    keep_best: Best = None  # and the best by a metric: `max eval_accuracy`, `min loss`
+    memory_every_s: Delay = 5.0  # seconds between snapshots in memory, 0: none; larger: more lost
+    # if all processes die; the newest two are kept, and a third is written beside them
+    memory_folder: Memory = "auto"  # where; auto: below /dev/shm, or in run_dir if that has no room
+    on_save_error: OnSaveError = "continue"  # training goes on, or ends with a last try to save
 
 
 class InitFrom(Section):
@@ -128,6 +153,13 @@ class InitFrom(Section):
     allow_extra: Patterns = Field(default_factory=list)  # found in names that may go unused
     model_state: Switch = False  # take the model state too; its names begin with model_state/
     cast: Switch = False  # convert floats to the trainer's dtype; values may lose digits
+
+
+class Profile(Section):
+    """A trace of one worker by JAX's profiler, into run_dir/profile."""
+
+    step: Natural = 0  # the first that is traced, 0: none
+    steps: Count = 5  # how many; larger: a larger trace, and each step is slower
 
 
 class Config(Section):
@@ -155,6 +187,11 @@ class Config(Section):
     grace_s: Seconds = 25.0  # SIGTERM to exit; larger than the scheduler's limit: the save is lost
     digest_every_steps: Natural = 100  # steps between state digests, 0: never; larger: seen later
     compile_cache: Cache = "auto"  # auto: run_dir/compile_cache; off: compile at every start
+    metrics_port: Port = None  # where Prometheus finds /metrics; null: nowhere. See docs/metrics.md
+    metrics_host: Address = "127.0.0.1"  # the address it is served on; 0.0.0.0: seen from outside
+    tensorboard: EventFiles = False  # event files: true: in run_dir/tensorboard; or a folder
+    sinks: ClassNames = Field(default_factory=list)  # classes that get every record
+    profile: Profile = Profile()
 
     @model_validator(mode="before")
     @classmethod
@@ -260,13 +297,18 @@ def _validate(document: Document) -> Config | None:
         return Config.model_validate(document.values)
     except ValidationError as error:
         found = [e for e in error.errors(include_url=False) if e["type"] != "rule"]
-    bad = document.broken | {e["loc"] for e in found}
+    bad = document.broken | {_key_of(e) for e in found}
     for e in found:
-        if not _within(e["loc"], document.broken):
-            document.refuse(e["loc"], _describe(e))
+        if not _within(_key_of(e), document.broken):
+            document.refuse(_key_of(e), _describe(e))
     # pydantic holds the rules over several keys only once each key is right by itself.
-    defaults = {"steps": None, "epochs": None, "cluster": Cluster().model_dump()}
-    defaults["init_from"] = {"path": None}
+    defaults = {
+        "steps": None,
+        "epochs": None,
+        "cluster": Cluster().model_dump(),
+        "profile": Profile().model_dump(),
+        "init_from": {"path": None},
+    }
     values = _leaves(defaults) | _leaves(_with_path(_with_shards(document.values)))
     usable = {key: value for key, value in values.items() if not _within(key, bad)}
     for keys, message in _broken_rules(usable):
@@ -280,8 +322,21 @@ def _within(key: Path, keys: set[Path]) -> bool:
     return any(key[:end] in keys for end in range(1, len(key) + 1))
 
 
+def _key_of(error: ErrorDetails) -> Path:
+    """The key that an error is about: pydantic names parts of a list or a union below it."""
+    path = error["loc"]
+    while path[:-1] in _FIELDS and path not in _FIELDS and not _has_keys(path[:-1]):
+        path = path[:-1]
+    return path
+
+
+def _has_keys(path: Path) -> bool:
+    kind = _FIELDS[path].annotation
+    return hasattr(kind, "model_fields") or get_origin(kind) is dict
+
+
 def _describe(error: ErrorDetails) -> str:
-    path, value = error["loc"], error["input"]
+    path, value = _key_of(error), error["input"]
     if error["type"] == "extra_forbidden":
         elsewhere = [".".join(key) for key in _FIELDS if key[-1] == path[-1]]
         known = [key[-1] for key in _FIELDS if key[:-1] == path[:-1]]
@@ -332,6 +387,7 @@ def _broken_rules(values: Mapping[Path, Any]) -> Iterator[tuple[list[Path], str]
     size, shards, workers, least = map(values.get, keys)
     yield from _broken_length(values)
     yield from _broken_init_from(values)
+    yield from _broken_profile(values)
     if workers and least and least > workers:
         why = f"min_workers={least} is more than workers={workers}"
         yield keys[2:], f"{why}; lower min_workers or raise workers"
@@ -348,6 +404,14 @@ def _broken_rules(values: Mapping[Path, Any]) -> Iterator[tuple[list[Path], str]
     else:
         why = f"batch_shards={shards} is less than cluster.workers={workers}"
         yield keys[:3], f"{why}; {advice}, or fewer workers"
+
+
+def _broken_profile(values: Mapping[Path, Any]) -> Iterator[tuple[list[Path], str]]:
+    keys: list[Path] = [("profile", "step"), ("profile", "steps"), ("steps",)]
+    first, count, steps = map(values.get, keys)
+    if first and count and steps and first + count - 1 > steps:
+        why = f"step={first} and the {count} from there are not all within the run's steps={steps}"
+        yield keys, f"{why}; profile earlier steps"
 
 
 def _broken_length(values: Mapping[Path, Any]) -> Iterator[tuple[list[Path], str]]:

@@ -58,8 +58,12 @@ class Digests:
 
     def __call__(self, state: Committed) -> bytes:
         """The digest of a state on this worker's device. Waits for it."""
-        sums = np.asarray(self._program(list(state.leaves)))
-        return _finish(self._lines, state.step, state.cursor, sums)
+        return self.begin(state)()
+
+    def begin(self, state: Committed) -> Callable[[], bytes]:
+        """Has the device compute it; what is returned waits for it."""
+        sums, step, cursor = self._program(list(state.leaves)), state.step, state.cursor
+        return lambda: _finish(self._lines, step, cursor, np.asarray(sums))
 
 
 def _finish(lines: Sequence[str], step: int, cursor: int, sums: np.ndarray) -> bytes:

@@ -70,20 +70,24 @@ class Ears:
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):
             end.setblocking(False)
-        before = {number: signal.signal(number, lambda *_: None) for number in CAUGHT}
-        wakeup = signal.set_wakeup_fd(theirs.fileno())
+        wakeup = signal.set_wakeup_fd(theirs.fileno())  # first, or one might be lost
+        caught = set(CAUGHT)
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+            caught.discard(signal.SIGHUP)  # as nohup has it
+        before = {number: signal.signal(number, lambda *_: None) for number in caught}
 
         def read() -> None:
             for number in ours.recv(64):
-                call(signal.Signals(number).name)
+                if number in CAUGHT:
+                    call(signal.Signals(number).name)
 
         self.watch(ours, read)
         try:
             yield
         finally:
-            signal.set_wakeup_fd(wakeup)
             for number, handler in before.items():
                 signal.signal(number, handler)
+            signal.set_wakeup_fd(wakeup)
             self.forget(ours)
             ours.close()
             theirs.close()

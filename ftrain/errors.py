@@ -69,9 +69,12 @@ class StateMismatchError(FtrainError):
         self.path = path
         self.worker_side = worker_side
         self.donor_side = donor_side
-        super().__init__(
+        self.difference = (
             f"{path}: {worker} has {worker_side or 'no such leaf'}, "
-            f"{donor} has {donor_side or 'no such leaf'}, and all of a run must have the same; "
+            f"{donor} has {donor_side or 'no such leaf'}"
+        )
+        super().__init__(
+            f"{self.difference}, and all of a run must have the same; "
             "undo the change to the trainer, or start a new run with --run-dir"
         )
 
@@ -111,6 +114,19 @@ class CheckpointUnreadableError(FtrainError):
         super().__init__(
             f"{path} cannot be read: {why}; use another step, or bring this folder back from a copy"
         )
+
+    @classmethod
+    def by(cls, path: object, error: BaseException) -> CheckpointUnreadableError:
+        """Of what reading it raised."""
+        return cls(str(path), str(error).splitlines()[0] if str(error) else type(error).__name__)
+
+
+def told_of(error: BaseException, path: object) -> str:
+    """An error of a save in one line: the system's as its path and text."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or path}: {error.strerror}"
+    text = " ".join(str(error).split())
+    return f"{path}: {type(error).__name__}: {text[:500]}"
 
 
 class RestartLimitError(FtrainError):

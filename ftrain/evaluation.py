@@ -65,22 +65,36 @@ class Evaluation:
         ]
         return jnp.stack([*values, weight])
 
-    def part(self, plane: DataPlane, state: Committed, part: int) -> list[float]:
+    def part(
+        self, plane: DataPlane, state: Committed, part: int, *, stop: bool = False
+    ) -> tuple[list[float], bool]:
         """The sums of part `part` over all members: metrics times weight, then the weight.
 
         A collective, inside `live_devices`.
+
+        Args:
+          plane: of the view.
+          state: committed.
+          part: which.
+          stop: whether this member has been asked to stop; it travels with the sums.
+
+        Returns:
+          The sums, and whether any member has been asked to stop.
         """
         shards = shards_of(plane.rank, len(plane.workers), self._batch_shards)
-        sums = [self._shard_sums(state, part, shard) for shard in shards]
+        sums = [np.append(self._shard_sums(state, part, shard), np.float32(0)) for shard in shards]
+        sums = sums or [np.zeros(self._sums + 1, np.float32)]
+        sums[0][-1] = stop
         if self._in_order:
             tree: Sums[Buffers] = Sums(self._batch_shards, self._add)
-            for shard, vector in zip(shards, sums, strict=True):
+            for shard, vector in zip(shards, sums, strict=False):  # without shards: zeros
                 tree.take(Node(0, shard), self._buffers(vector))
-            nodes = tree.values or [self._buffers(np.zeros(self._sums, np.float32))]
+            nodes = tree.values or [self._buffers(sums[0])]
             [summed] = tree_sum(plane, nodes, self._batch_shards)
         else:
-            [summed] = plane.sum(self._buffers(sum(sums, np.zeros(self._sums, np.float32))))
-        return np.asarray(summed).reshape(-1).tolist()
+            [summed] = plane.sum(self._buffers(sum(sums, np.zeros(self._sums + 1, np.float32))))
+        *whole, stops = np.asarray(summed).reshape(-1).tolist()
+        return whole, stops > 0
 
     def _shard_sums(self, state: Committed, part: int, shard: int) -> np.ndarray:
         """What `_evaluate` gives for one shard of a part; zeros beyond the end of the data set."""

@@ -4,35 +4,47 @@ One JSON object a line, append-only, whole lines only: each is written in one ca
 killed supervisor left of a last line is taken off before the next one writes. JSON has no nan and
 no infinities: such a value is null.
 
-Every event has `t` (unix seconds), `event`, and where it applies `worker`, `pid`, `step`:
+Every event has `t` (unix seconds, of the fact itself), `event`, and where it applies `worker`,
+`pid`, `step`:
 
     run_started{config,changed}            coordinator_started{pid,address}
     coordinator_exited{pid,exit_code|signal}
     worker_started{worker,pid,incarnation} incarnation: counted from 0 by the supervisor
-    worker_ready{worker,pid,seconds,cpu_s} imported, compiled: it could take part
+    worker_ready{worker,pid,seconds,cpu_s,compile_s}  imported, compiled: it could take part
     worker_exited{worker,pid,exit_code|signal,reason}
-    worker_fenced{worker}                  view_changed{workers,step}: a new set is training
+    worker_fenced{worker}
+    view_changed{workers,step,seconds,sync_s}         a new set is training; what that took, sync_s
+                                           of it after all had met
     state_synced{worker,donor,step,bytes,seconds,digest}
-    step_aborted{step,failed}              evaluated{step,metrics,seconds}
+    step_aborted{step,failed,seconds}      of the attempt, up to the abort
+    evaluated{step,metrics,seconds}
+    time_spent{step,steps,seconds}         by phase of the lowest worker (see `beat`), in its last
+                                           `steps` steps, up to `step`
+    target_known{steps,samples,dataset_length}        where the run ends; samples: with epochs
     step_skipped{step,shards,workers,what} shards that were not finite, and whose they were
-    checkpoint_saved{step,seconds,tier}    checkpoint_skipped{step,why}
+    saver_started{pid}                     saver_exited{pid,exit_code|signal}
+    checkpoint_saved{step,seconds,tier}    checkpoint_skipped{step,why,tier}
     checkpoint_restored{step,tier}         save_failed{step,error}
     parameters_loaded{source,leaves,fresh,unused}   a new run began with those of init_from
+    memory_full{folder,error,instead}      where snapshots lie instead
+    snapshot_failed{step,error}            of one that was for memory alone
     replicas_differ{step,digests}          by worker; the one that is not like most is replaced
     digest_agreed{step,workers,digest}     every worker that reported the step has these bits
     hang_detected{worker,phase,seconds}    unreachable: the workers it cannot reach, if it is that
     worker_quarantined{worker,seconds}     tried again after that long, while the others train
+    fault_injected{kind,worker,step}       by `ftrain chaos`; place, from, seconds where there are
     stop_requested{signal}
     run_finished{step,exit_code,reason}
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 EVENTS_FILE = "events.jsonl"
@@ -46,12 +58,14 @@ class LineFile:
         self.path = path
         _drop_torn_line(path)
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._waiting = b""  # what could not be written, of a full disk say; it goes first
 
     def append(self, row: dict[str, Any]) -> None:
-        """Writes one line, whole."""
-        data = (to_json(row) + "\n").encode()
-        while data:
-            data = data[os.write(self._fd, data) :]
+        """Writes one line, whole; or keeps it until writing works again."""
+        self._waiting += (to_json(row) + "\n").encode()
+        with contextlib.suppress(OSError):
+            while self._waiting:
+                self._waiting = self._waiting[os.write(self._fd, self._waiting) :]
 
 
 class EventLog(LineFile):
@@ -59,10 +73,18 @@ class EventLog(LineFile):
 
     def __init__(self, run_dir: str):
         super().__init__(os.path.join(run_dir, EVENTS_FILE))
+        self._listener: Callable[[dict[str, Any]], None] | None = None
+
+    def listen(self, listener: Callable[[dict[str, Any]], None]) -> None:
+        """Has `listener` called with each event, once it is written."""
+        self._listener = listener
 
     def __call__(self, event: str, **fields: Any) -> None:
         """Writes one event."""
-        self.append({"t": time.time(), "event": event, **fields})
+        row = {"t": time.time(), "event": event, **fields}
+        self.append(row)
+        if self._listener is not None:
+            self._listener(row)
 
 
 def to_json(row: dict[str, Any]) -> str:

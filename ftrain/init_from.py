@@ -13,11 +13,11 @@ import jax
 import numpy as np
 
 from ftrain.errors import InitFromError
+from ftrain.initial import initial_state, state_with
 from ftrain.match import Leaf, Match, match
 from ftrain.pretrained import find_source
 from ftrain.sources import MODEL_STATE, Opened, open_source
 from ftrain.state import Committed, StateSpec, to_host
-from ftrain.step import initial_state, state_with
 
 if TYPE_CHECKING:
     from ftrain.config import InitFrom

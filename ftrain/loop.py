@@ -32,11 +32,12 @@ from ftrain.sync import sync_state
 if TYPE_CHECKING:
     from ftrain.admission import Admission
     from ftrain.beat import Beat
-    from ftrain.checkpoint import Saver
     from ftrain.config import Config
     from ftrain.data import Batch, ShardReader
     from ftrain.digests import Digests
     from ftrain.evaluation import Evaluation
+    from ftrain.profiling import Profiler
+    from ftrain.saving import Saving
     from ftrain.step import StepPrograms
     from ftrain.table import Table
     from ftrain.target import Target
@@ -87,13 +88,15 @@ class StepLoop:
     table: Table
     reader: ShardReader
     evaluation: Evaluation | None
-    saver: Saver
+    saving: Saving
     beat: Beat
     report: Callable[..., None]
     stop_requested: Callable[[], bool]
-    first_state: Callable[[], Committed]  # from a checkpoint or from the seed; in a donor alone
+    # In a donor alone: from a checkpoint or the seed, and the last step that was evaluated.
+    first_state: Callable[[], tuple[Committed, int]]
     forget_view: Callable[[], None]
     compile: Callable[[Any], Any]
+    profiler: Profiler | None = None
 
     state: Committed | None = None
     progress: Progress = Progress()
@@ -130,7 +133,7 @@ class StepLoop:
                 # All members come here together, with whatever the body computed uncommitted (R1).
                 if self.members.finished():
                     return  # one of them has left, as all may (R8)
-                self._abort(view)
+                self._abort(view, time.perf_counter() - started)
             else:
                 self._commit(view, new, time.perf_counter() - started)
 
@@ -152,13 +155,15 @@ class StepLoop:
             return self._pause()
         return self._step(view)
 
-    def _abort(self, view: View) -> None:
+    def _abort(self, view: View, seconds: float) -> None:
+        self.beat.take_spent()  # counted as an abort, whatever it was
         alive = self.members.answered()
         self.report(
             "step_aborted",
             step=self.state.step + 1 if self.state else None,
             view=self.members.name,
             failed=[w for w in view.workers if w not in alive],
+            seconds=seconds,
         )
         self.agreed = self.differ = None
 
@@ -178,6 +183,7 @@ class StepLoop:
                 eval_due=self._evaluation_due(),
                 metrics=new.metrics,
                 skipped=new.skipped,
+                spent=self.beat.take_spent(),
             )
             self.hook = new.metrics if view.lowest == self.members.me else None
         if new.evaluated is not None:
@@ -207,6 +213,7 @@ class StepLoop:
                 "identity": self.admission.fingerprint,
             },
         )
+        settled = time.perf_counter()
         self._open_plane(view)
         # R5: blank ranks below every step, and of those furthest ahead the lowest gives.
         ahead = {w: -1 if holds[w]["step"] is None else holds[w]["step"] for w in view.workers}
@@ -235,14 +242,16 @@ class StepLoop:
             step=self.state.step,
             lineage=self.progress.lineage,
             seconds=time.perf_counter() - started,
+            sync_s=time.perf_counter() - settled,
         )
+        self.beat.take_spent()  # told just now
         return None
 
     def _begin(self) -> None:
         """Nobody has state: this worker restores or computes it, for all, as their donor."""
         self.beat.phase("restore")
-        self.state = self.first_state()
-        self.progress = Progress(lineage=self.members.next_lineage(), evaluated=self.state.step)
+        self.state, evaluated = self.first_state()
+        self.progress = Progress(lineage=self.members.next_lineage(), evaluated=evaluated)
 
     def _open_plane(self, view: View) -> None:
         """New communicators for a new view; nothing of the old one may stay referenced (R7)."""
@@ -295,6 +304,8 @@ class StepLoop:
     def _step(self, view: View) -> Outcome:
         """One training step, uncommitted."""
         self.below_min_since = None
+        if self.profiler is not None:
+            self.profiler.before(self.state.step + 1, view.lowest == self.members.me)
         self.beat.phase("data")
         shards = shards_of(self.plane.rank, len(view.workers), self.config.batch_shards)
         batches = self.reader.shards(self.state.cursor, shards)
@@ -396,7 +407,10 @@ class StepLoop:
         self.beat.phase("evaluate")
         self.evaluating_since = self.evaluating_since or time.monotonic()
         part = self.progress.eval_part
-        sums = self.evaluation.part(self.plane, self.state, part)
+        sums, stop = self.evaluation.part(self.plane, self.state, part, stop=self.stop_requested())
+        if stop:  # dropped: whoever continues the run evaluates this step first
+            stopped = self.progress._replace(stopping="stop", eval_part=0, eval_sums=())
+            return Outcome(self.state, stopped)
         if self.progress.eval_sums:
             sums = [a + b for a, b in zip(self.progress.eval_sums, sums, strict=True)]
         if part + 1 < self.evaluation.parts:
@@ -424,17 +438,19 @@ class StepLoop:
         """The members go on meeting until the lowest's last checkpoint is durable (R8)."""
         if self.members.finished():
             return Outcome(self.state, self.progress, leave=True)
+        if self.profiler is not None:
+            self.profiler.before(None, False)
         self.beat.phase("save")
         if view.lowest == self.members.me:
-            self.saver.save(self.spec, self.state)
-            if self.saver.settled(self.state.step):
-                failed = self.saver.error and f"the last save failed: {self.saver.error}"
-                self.members.set_finished(failed or self.progress.stopping or "target")
+            failed = self.saving.finish(self.state, self.progress.evaluated)
+            if failed is not None:
+                why = failed and f"the last save failed: {failed}"
+                self.members.set_finished(why or self.progress.stopping or "target")
         time.sleep(POLL_S)
         return Outcome(self.state, self.progress)
 
     def _after_last_commit(self, view: View) -> None:
-        """The user's hook and the checkpoint that the last commit made due; on one worker alone.
+        """The user's hook and the snapshot that the last commit made due; on one worker alone.
 
         In the block after the commit, so that an error here is handled like any other, and after
         the settle: nothing slow may lie between the liveness barrier and that one (R4).
@@ -448,7 +464,6 @@ class StepLoop:
                 dict(metrics),
                 self.spec.train_state(step, cursor, self.state.leaves),
             )
-        every = self.config.checkpoint.every_steps
-        due = every and self.state.step and self.state.step % every == 0
-        if due and view.lowest == self.members.me and not self._evaluation_due():
-            self.saver.save(self.spec, self.state)
+        if view.lowest == self.members.me and not self._evaluation_due():
+            self.beat.phase("copy")
+            self.saving.after_commit(self.state, self.progress.evaluated)

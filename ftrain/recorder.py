@@ -6,12 +6,14 @@ computed it. The recorder writes the first and holds the others against it.
 
 from __future__ import annotations
 
+import collections
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ftrain.events import METRICS_FILE, EventLog, LineFile, read_lines
 
+SPENT_EVERY_S = 10.0
 Record = dict[str, Any]
 
 
@@ -38,6 +40,9 @@ class Recorder:
         self._seen: set[tuple[Any, ...]] = set()
         # (generation, lineage, step) -> worker -> digest
         self._digests: dict[tuple[int, ...], dict[int, str]] = {}
+        # Of the lowest worker's steps, since `time_spent` was written last.
+        self._spent: collections.Counter[str] = collections.Counter()
+        self._spent_steps, self._spent_t = 0, float("inf")
 
     def take(self, worker: int, record: Record, generation: int = 0) -> None:
         """Takes in a record. `generation` counts coordinators: each begins lineages anew."""
@@ -51,6 +56,7 @@ class Recorder:
     def close(self) -> None:
         """Writes what was held back."""
         self._write_held({})
+        self._write_spent()
 
     def _on_commit(self, worker: int, record: Record, generation: int) -> None:
         lineage = (generation, record.pop("lineage"))
@@ -58,7 +64,9 @@ class Recorder:
             return  # from a history that was given up, read late from a dead worker's pipe
         step = record["step"]
         digest = record["metrics"].pop("digest", None)
-        skipped = record.pop("skipped", None)
+        skipped, spent = record.pop("skipped", None), record.pop("spent", {})
+        if worker == min(record["workers"]):
+            self._add_spent(spent, record["t"])
         if digest:
             self._compare(worker, (*lineage, step), digest, record["workers"])
         if lineage == self._lineage and step <= self.step:
@@ -86,6 +94,22 @@ class Recorder:
         self._tell("commit", line)
         if skipped:
             self._event("step_skipped", {**record, **skipped}, "step", "shards", "workers", "what")
+
+    def _add_spent(self, spent: dict[str, float], t: float) -> None:
+        self._spent.update(spent)
+        self._spent_steps += 1
+        self._spent_t = min(t, self._spent_t)
+        if t > self._spent_t + SPENT_EVERY_S:
+            self._write_spent()
+
+    def _write_spent(self) -> None:
+        if self._spent_steps:
+            seconds = {phase: round(s, 6) for phase, s in self._spent.items()}
+            fields = {"step": self.step, "steps": self._spent_steps, "seconds": seconds}
+            self._log("time_spent", **fields)
+            self._tell("time_spent", fields)
+        self._spent.clear()
+        self._spent_steps, self._spent_t = 0, float("inf")
 
     def _write_held(self, evaluated: dict[str, float]) -> None:
         if self._held is not None:
@@ -117,13 +141,13 @@ class Recorder:
 
     def _on_view_changed(self, worker: int, record: Record, generation: int) -> None:
         if self._first("view", record["view"]):
-            self._event("view_changed", record, "workers", "step")
+            self._event("view_changed", record, "workers", "step", "seconds", "sync_s")
 
     def _on_step_aborted(self, worker: int, record: Record, generation: int) -> None:
         if self._first("aborted", record["view"]):
             self.aborts += 1
             self.aborts_in_place = 0 if record["failed"] else self.aborts_in_place + 1
-            self._event("step_aborted", record, "step", "failed")
+            self._event("step_aborted", record, "step", "failed", "seconds")
 
     def _on_state_synced(self, worker: int, record: Record, generation: int) -> None:
         self._event(
@@ -148,7 +172,15 @@ class Recorder:
         self._event("checkpoint_restored", record, "step", "tier")
 
     def _on_checkpoint_skipped(self, worker: int, record: Record, generation: int) -> None:
-        self._event("checkpoint_skipped", record, "step", "why")
+        self._event("checkpoint_skipped", record, "step", "why", "tier")
+
+    def _on_memory_full(self, worker: int, record: Record, generation: int) -> None:
+        if self._first("memory_full"):
+            self._event("memory_full", record, "folder", "error", "instead")
+
+    def _on_snapshot_failed(self, worker: int, record: Record, generation: int) -> None:
+        if self._first("snapshot_failed", record["error"]):
+            self._event("snapshot_failed", record, "step", "error")
 
     def _on_save_failed(self, worker: int, record: Record, generation: int) -> None:
         self._event("save_failed", record, "step", "error")
@@ -163,5 +195,5 @@ class Recorder:
 
     def _event(self, name: str, record: Record, *fields: str) -> None:
         chosen = {k: record[k] for k in fields}
-        self._log(name, **chosen)
+        self._log(name, t=record["t"], **chosen)  # when it happened, not when it was heard of
         self._tell(name, {**chosen, "t": record["t"]})

@@ -47,6 +47,19 @@ class RunLock:
         return self._fd
 
 
+def running_supervisor(run_dir: str) -> int | None:
+    """The process that holds the run directory, as far as can be seen without taking the lock.
+
+    It is not taken, not even for a moment: a supervisor that starts just then would be refused.
+    """
+    try:
+        with open(os.path.join(run_dir, "lock"), encoding="ascii", errors="replace") as file:
+            text = file.read(32).strip()
+    except FileNotFoundError:
+        return None
+    return int(text) if text.isdigit() and _is_alive(int(text)) else None
+
+
 def _is_alive(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat") as file:

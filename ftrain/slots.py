@@ -44,6 +44,7 @@ class Slot:
     ready: bool = False  # it could take part
     going: bool = False  # and may
     fencing: bool = False  # killed and reaped; the service has not acknowledged yet
+    fence_by: float = 0.0  # time.monotonic() by which it should have
     restart_at: float | None = None  # when to start it again, once fenced
     died_at: float = float("-inf")  # time.monotonic() of its last failure
     died_step: int = -1  # the newest committed step then

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from ftrain.checkpoint import read_checkpoint
+from ftrain.checkpoint import checkpointer, read_checkpoint
 from ftrain.errors import CheckpointUnreadableError, FtrainError, InitFromError
 from ftrain.load import read_for_user
 from ftrain.match import Leaf
@@ -107,7 +107,7 @@ class OrbaxSource:
 
     def __init__(self, path: str, unwrap: bool):
         self.text, self._path = path, Path(path).absolute()
-        self._checkpointer = _checkpointer()
+        self._checkpointer = checkpointer()
         try:
             metadata = self._checkpointer.metadata(self._path).item_metadata
             if metadata is None:
@@ -191,20 +191,6 @@ def _opened(file: str) -> Any:
         return safe_open(file, framework="numpy")
     except (SafetensorError, OSError) as error:
         raise _unreadable(file, error) from error
-
-
-def _checkpointer() -> Any:
-    """An Orbax checkpointer that reads alone and opens no device."""
-    import orbax.checkpoint as ocp
-    from orbax.checkpoint.options import MultiprocessingOptions
-
-    alone = MultiprocessingOptions(
-        primary_host=0, active_processes={0}, barrier_sync_key_prefix="ftrain"
-    )
-    handler = ocp.PyTreeCheckpointHandler(
-        multiprocessing_options=alone, enable_pinned_host_transfer=False
-    )
-    return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
 def _name(path: Any) -> str:

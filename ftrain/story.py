@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
 from ftrain.errors import EXIT_OK, EXIT_TRY_AGAIN
-from ftrain.target import Target
 
 if TYPE_CHECKING:
     from ftrain.beat import Reading
@@ -17,8 +15,6 @@ if TYPE_CHECKING:
     from ftrain.screen import Screen
     from ftrain.slots import Slot
     from ftrain.stacks import Stack
-
-RATE_WINDOW_S = 10.0
 
 
 @dataclasses.dataclass
@@ -36,12 +32,8 @@ class Story:
     def __init__(self, screen: Screen, config: Config):
         self._screen, self._config = screen, config
         self._deaths: dict[int, _Death] = {}
-        self._commits: collections.deque[tuple[float, int]] = collections.deque()
-        self._loss = float("nan")
-        self._target: Target | None = None  # once a worker has opened the data set
-        self._last_step: int | None = None
-        self._last_commit_t: float | None = None
         self._saved: int | None = None
+        self._save_error = ""  # of the last save, as it was told
         self._begun = self._seen_all = False
         self._evaluated: dict[str, float] = {}
 
@@ -109,17 +101,7 @@ class Story:
         if teller is not None:
             teller(fields)
 
-    def _tell_target_known(self, fields: dict[str, Any]) -> None:
-        self._target = Target(fields["steps"], fields["samples"], self._config.batch_size)
-
     def _tell_commit(self, line: dict[str, Any]) -> None:
-        if self._target is not None:
-            self._last_step = self._target.last_step(line["step"], line["samples"])
-        self._loss = line["loss"]
-        self._commits.append((line["t"], line["step"]))
-        self._last_commit_t = line["t"]
-        while self._commits[0][0] < line["t"] - RATE_WINDOW_S:
-            self._commits.popleft()
         untold = [d for d in self._deaths.values() if not d.told]
         if untold:
             self._tell_deaths(untold, line)
@@ -158,15 +140,18 @@ class Story:
         self._screen.line(f"step {fields['step']} skipped, the state stays: {fields['what']}")
 
     def _tell_evaluated(self, fields: dict[str, Any]) -> None:
-        self._evaluated = fields["metrics"]
         values = ", ".join(f"{k} {v:.4g}" for k, v in fields["metrics"].items())
         self._screen.line(f"evaluation at step {fields['step']}: {values}")
 
     def _tell_checkpoint_saved(self, fields: dict[str, Any]) -> None:
         self._saved = fields["step"]
+        if self._save_error:
+            self._screen.line(f"saving works again: the checkpoint of step {self._saved} is there")
+            self._save_error = ""
 
     def _tell_checkpoint_restored(self, fields: dict[str, Any]) -> None:
-        self._screen.line(f"continuing from the checkpoint of step {fields['step']}")
+        what = "checkpoint" if fields["tier"] == "disk" else "snapshot in memory"
+        self._screen.line(f"continuing from the {what} of step {fields['step']}")
 
     def _tell_parameters_loaded(self, fields: dict[str, Any]) -> None:
         kept = [("fresh", fields["fresh"]), ("unused", fields["unused"])]
@@ -176,42 +161,35 @@ class Story:
         )
 
     def _tell_checkpoint_skipped(self, fields: dict[str, Any]) -> None:
+        what = "checkpoint" if fields["tier"] == "disk" else "snapshot in memory"
         self._screen.line(
-            f"checkpoint {fields['step']} cannot be read and is passed over: {fields['why']}"
+            f"{what} {fields['step']} cannot be used and is passed over: {fields['why']}"
         )
 
     def _tell_save_failed(self, fields: dict[str, Any]) -> None:
+        if fields["error"] == self._save_error:
+            return  # told already; the next save may be better
+        self._save_error = fields["error"]
+        stops = self._config.checkpoint.on_save_error == "stop"
         self._screen.line(
-            f"the checkpoint of step {fields['step']} could not be written: {fields['error']}"
+            f"the checkpoint of step {fields['step']} could not be written: {fields['error']}; "
+            + ("the run stops (on_save_error: stop)" if stops else "the next save tries again")
         )
 
-    # The moving line, and the last ones.
+    def _tell_memory_full(self, fields: dict[str, Any]) -> None:
+        self._screen.line(
+            f"no snapshots in memory: {fields['error']}; they go to {fields['instead']}"
+        )
 
-    def tick(self, step: int, workers: list[int]) -> None:
-        """Updates the status line."""
-        steps = self._last_step
-        if not self._commits or steps is None:
-            return
-        parts = [f"step {step}/{steps}", f"loss {self._loss:.4g}"]
-        rate = self._steps_per_s()
-        if rate:
-            left = int((steps - step) / rate)
-            parts += [
-                f"{rate * self._config.batch_size:,.0f} samples/s",
-                f"{left // 60}:{left % 60:02d} left",
-            ]
-        parts.append(f"workers {_ids(workers)}")
-        if self._saved is not None:
-            parts.append(f"saved {self._saved}")
-        self._screen.status("  ".join(parts))
+    def _tell_snapshot_failed(self, fields: dict[str, Any]) -> None:
+        self._screen.line(
+            f"the snapshot of step {fields['step']} could not be written: {fields['error']}"
+        )
 
-    def _steps_per_s(self) -> float:
-        (t0, s0), (t1, s1) = self._commits[0], self._commits[-1]
-        return (s1 - s0) / (t1 - t0) if t1 > t0 else 0.0
+    # The last lines.
 
     def finished(self, code: int, reason: str) -> None:
         """The last lines: what came of it, where it is, and the first cause if it failed."""
-        self._screen.status("")
         self._screen.close()
         folder = self._config.run_dir
         if code == EXIT_OK:
@@ -220,7 +198,7 @@ class Story:
                 f"metrics in {folder}/metrics.jsonl"
             )
         elif code == EXIT_TRY_AGAIN:
-            saved = "nothing saved" if self._saved is None else f"saved step {self._saved}"
+            saved = "nothing saved to disk" if self._saved is None else f"saved step {self._saved}"
             self._screen.line(f"stopped: {reason} ({saved}); the same command continues")
         else:
             self._screen.line(f"stopped with exit code {code}:\n{reason}")

@@ -11,30 +11,40 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ftrain import restart
 from ftrain.beat import Beat
+from ftrain.board import Board
 from ftrain.config import Config
 from ftrain.ears import Ears
 from ftrain.environment import own_environment, worker_environment
 from ftrain.errors import EXIT_GAVE_UP, EXIT_TRY_AGAIN, RestartLimitError
 from ftrain.events import EventLog
 from ftrain.forking import Template
+from ftrain.keeper import Keeper
+from ftrain.memory_tier import memory_folders, remove_all, settle_folder, sweep
 from ftrain.processes import Child, Ends, adopt_orphans, kill_strays, launch, reap_strays
 from ftrain.recorder import Recorder
+from ftrain.records import commit_of, event_of, read_records
 from ftrain.run_lock import RunLock
 from ftrain.screen import Screen
+from ftrain.sinks import CLOSE_S, Sinks
 from ftrain.slots import COORDINATOR, Slot
 from ftrain.story import Story
-from ftrain.verdict import Verdict, by_agreement, refused
+from ftrain.verdict import Verdict, by_agreement, not_saved_in_time, refused
 from ftrain.warden import Warden
 from ftrain.worker_logs import Logs
 
 TICK_S = 0.1
+STATUS_EVERY_S = 1.0
 REFUSED_WAIT_S = 3.0  # for the other workers to say that they fail in the same way
 SURVIVORS_FIRST_S = 0.5  # how long a replacement waits for the others' next commit
 COORDINATOR_EXIT_S = 5.0  # for it to end by itself
+FENCE_TIMEOUT_S = 10.0  # for the coordinator to acknowledge; it takes milliseconds
+STOP_RESERVE_S = 2.0  # of grace_s, for ending processes after the save
 
 
 class Supervisor:
@@ -49,11 +59,18 @@ class Supervisor:
         lock: RunLock,
         log: EventLog,
         screen: Screen,
+        sinks: Sinks,
+        continues: bool = True,
     ):
         self._config, self._base, self._platform = config, base, platform
-        self._lock, self._log, self._screen = lock, log, screen
+        self._lock, self._log, self._screen, self._sinks = lock, log, screen, sinks
+        self._continues = continues  # or it is a new run
         self._env = worker_environment(config, platform, os.environ)
         self._story = Story(screen, config)
+        self._board = Board(config.run_dir)
+        self._board.read(read_records(config.run_dir))
+        log.listen(lambda row: self._board.event(event_of(row)))
+        self._shown_at = float("-inf")
         self._recorder = Recorder(config.run_dir, log, self._on_fact)
         self._logs = Logs(config.run_dir)
         self._slots = [Slot(i) for i in range(config.cluster.workers)]
@@ -70,6 +87,20 @@ class Supervisor:
         self._first_ready_at: float | None = None
         self._refused_at: float | None = None
         self._warden = Warden(self._slots, config.cluster, log, self._logs, self._story)
+        self._keeper = Keeper(
+            config,
+            os.environ,
+            lock.fileno(),
+            self._fork_saver,
+            ears=self._ears,
+            log=log,
+            logs=self._logs,
+            record=lambda record: self._recorder.take(COORDINATOR, record, self._generation),
+            tell=self._tell_workers,
+        )
+        self._memory = [
+            str(f) for f in memory_folders(config.run_dir, config.checkpoint.memory_folder)
+        ]
         self._stop_signal = ""
         self._stop_deadline = float("inf")
         self._verdict: Verdict | None = None  # once decided
@@ -77,23 +108,56 @@ class Supervisor:
     def run(self) -> int:
         """Runs to the end and returns the exit code."""
         adopt_orphans()
+        self._begin_memory()
         with self._ears.signals(self._on_signal):
+            if "FTRAIN_CHAOS" in os.environ:
+                from ftrain.chaos.hook import FaultFeed
+
+                FaultFeed(self._ears, self._log, self._screen.line)
             self._start_template()
             self._start_coordinator()
+            self._sinks.start(self._ears, self._logs, self._screen.line)
             while self._verdict is None:
                 self._ears.wait(TICK_S)
                 self._tick()
             self._shut_down()
-        code, reason = self._verdict
-        self._recorder.close()
-        self._logs.close()
-        self._log("run_finished", step=self._recorder.step, exit_code=code, reason=reason)
-        self._story.finished(code, reason)
+            code, reason = self._verdict
+            if self._keeper.is_durable(self._recorder.step):
+                remove_all(self._config.run_dir, self._config.checkpoint.memory_folder)
+            self._recorder.close()
+            self._log("run_finished", step=self._recorder.step, exit_code=code, reason=reason)
+            self._show(live=False)
+            self._story.finished(code, reason)
+            self._sinks.close(self._time_for_sinks_s())
+            self._logs.close()
         return code
+
+    def _time_for_sinks_s(self) -> float:
+        """What a stop has left of `grace_s`, or as long as it takes within reason."""
+        left_s = self._stop_deadline + STOP_RESERVE_S / 2 - time.monotonic()
+        return max(STOP_RESERVE_S / 4, min(CLOSE_S, left_s))
 
     def _end(self, code: int, reason: str) -> None:
         if self._verdict is None:
             self._verdict = Verdict(code, reason)
+
+    def _begin_memory(self) -> None:
+        """What earlier processes left in the memory tier: of this run to be used, of others not."""
+        sweep()
+        if not self._continues:
+            remove_all(self._config.run_dir, self._config.checkpoint.memory_folder)
+        for folder in self._memory:
+            settle_folder(Path(folder))
+
+    def _fork_saver(
+        self, job: dict[str, Any], env: Mapping[str, str], lock_fd: int, ends: Ends
+    ) -> int | None:
+        return self._template.fork(job, env, lock_fd, ends) if self._template.usable else None
+
+    def _tell_workers(self, line: str) -> None:
+        for slot in self._slots:
+            if slot.child is not None and slot.going:
+                slot.child.send(line)
 
     # Signals.
 
@@ -103,12 +167,13 @@ class Supervisor:
             self._end(EXIT_TRY_AGAIN, f"{name} again: stopped at once")
             return
         self._stop_signal = name
-        self._stop_deadline = time.monotonic() + max(1.0, self._config.grace_s - 2.0)
+        self._stop_deadline = time.monotonic() + max(1.0, self._config.grace_s - STOP_RESERVE_S)
         self._screen.line(f"{name}: stopping after this step; a second one stops at once")
         self._pass_on_stop()
 
     def _pass_on_stop(self) -> None:
         """Those that take part stop together and save; the others have nothing to save."""
+        self._keeper.hurries = True
         for slot in self._slots:
             slot.restart_at = None
             if slot.child is not None and slot.going:
@@ -229,6 +294,7 @@ class Supervisor:
             "address": self._address,
             "platform": self._platform,
             "base": self._base,
+            "memory": self._memory,
             "parent": os.getpid(),
         }
         own = own_environment(self._env, self._platform, slot.worker, slot.incarnation)
@@ -282,6 +348,7 @@ class Supervisor:
                     pid=slot.child.pid,
                     seconds=time.monotonic() - slot.started_at,
                     cpu_s=record["cpu_s"],
+                    compile_s=record["compile_s"],
                 )
                 self._first_ready_at = self._first_ready_at or time.monotonic()
             case "left":
@@ -292,12 +359,18 @@ class Supervisor:
                 slot.local_error = record
             case "gave_up":
                 self._end(EXIT_GAVE_UP, record["reason"])
+            case "snapshot" | "snapshot_failed":
+                self._keeper.take(record)
             case kind:
                 slot.commits += kind == "commit"
+                if kind in ("checkpoint_restored", "checkpoint_skipped"):
+                    self._keeper.note_restore(record)
                 self._recorder.take(slot.worker, record, self._generation)
 
     def _on_fact(self, kind: str, fields: dict[str, Any]) -> None:
         self._logs.supervisor(f"{kind} {json.dumps(fields)}")
+        if kind == "commit":
+            self._board.commit(commit_of(fields))
         self._story.fact(kind, fields)
 
     def _let_go(self) -> None:
@@ -317,6 +390,8 @@ class Supervisor:
                 f"go {self._generation}-{going[0].incarnation}-{going[0].worker} "
                 + " ".join(str(s.worker) for s in going)
             )
+            for words in self._keeper.words_for_a_new_worker():
+                slot.child.send(words)
 
     def _on_worker_exit(self, slot: Slot) -> None:
         """Its process has ended: reap it, have it fenced, and decide about its replacement."""
@@ -333,7 +408,7 @@ class Supervisor:
             "worker_exited", worker=slot.worker, pid=child.pid, **ended.fields(), reason=cause
         )
         if self._coordinator is not None:
-            slot.fencing = True
+            slot.fencing, slot.fence_by = True, time.monotonic() + FENCE_TIMEOUT_S
             self._coordinator.send(f"group {child.pid} -")
             self._coordinator.send(f"fence {slot.worker}")
         if slot.left is None and self._verdict is None:
@@ -396,14 +471,38 @@ class Supervisor:
                 self._generation += 1
                 self._first_ready_at = None
                 self._start_coordinator()
+        self._end_deaf_coordinator(now)
         reap_strays(self._known_pids())
         self._start_due()
         self._let_go()
+        if any(s.going for s in self._slots):
+            self._keeper.prepare()  # its imports are done when the first save is due
+        self._keeper.tick(now)
         self._warden.tick(now, self._coordinator)
+        self._sinks.tick(now)
         self._judge(now)
-        self._story.tick(
-            self._recorder.step, [s.worker for s in self._slots if s.going and s.child]
-        )
+        if now > self._shown_at + STATUS_EVERY_S:
+            self._shown_at = now
+            self._show()
+
+    def _show(self, *, live: bool = True) -> None:
+        """Where the run is, on the screen and for `ftrain status`."""
+        readings = {s.worker: s.reading() for s in self._slots if s.child is not None}
+        run = self._board.now(time.time(), readings, time.monotonic(), os.getpid())
+        run.write()
+        if live:
+            self._screen.status(run)
+
+    def _end_deaf_coordinator(self, now: float) -> None:
+        """One that is stopped or stuck ends its workers, and none could ever be replaced."""
+        if self._coordinator is not None and any(
+            s.fencing and now > s.fence_by for s in self._slots
+        ):
+            self._screen.line(
+                "the coordinator has not acknowledged a fence for "
+                f"{FENCE_TIMEOUT_S:.0f} s; ending it"
+            )
+            self._coordinator.kill()
 
     def _judge(self, now: float) -> None:
         """Whether the run is over, and how."""
@@ -420,20 +519,21 @@ class Supervisor:
             if len(records) == len(self._slots) or now - self._refused_at > REFUSED_WAIT_S:
                 self._end(*refused(records, len(self._slots)))
         if reasons and not alive:
-            self._end(*by_agreement(reasons[0], self._recorder.step, self._stop_signal))
+            why = self._stop_signal or self._keeper.stops_run
+            self._end(*by_agreement(reasons[0], self._recorder.step, why))
         if self._stop_signal and not alive and not reasons:
             self._end(EXIT_TRY_AGAIN, f"{self._stop_signal}, nobody was there to save")
         if now > self._stop_deadline:
             self._end(
-                EXIT_TRY_AGAIN,
-                f"{self._stop_signal}, not saved within grace_s={self._config.grace_s:g}",
+                *not_saved_in_time(self._stop_signal, self._config.grace_s, self._keeper.error)
             )
 
     # The end.
 
     def _known_pids(self) -> set[int]:
         children = [s.child for s in self._slots] + [self._coordinator, self._template.child]
-        return {child.pid for child in children if child is not None}
+        children.append(self._keeper.child)
+        return {child.pid for child in children if child is not None} | self._sinks.pids()
 
     def _shut_down(self) -> None:
         """Nothing is left running when this returns."""
@@ -448,5 +548,6 @@ class Supervisor:
             self._coordinator.wait(COORDINATOR_EXIT_S)
             self._coordinator.reap(kill=True)
             self._ears.hear_out(self._coordinator)
+        self._keeper.close()
         self._end_template()
-        kill_strays(set())
+        kill_strays(self._sinks.pids())

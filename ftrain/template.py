@@ -53,10 +53,12 @@ def preload(trainer: str, base: str) -> dict[str, Any]:
       `files`: the user's files that were imported, with their modification times;
       `unfit`: why no worker may be forked from here, or "".
     """
-    import ftrain.checkpoint
     import ftrain.loop
     import ftrain.membership
+    import ftrain.restore
     import ftrain.runtime
+    import ftrain.saver
+    import ftrain.saving
     import ftrain.trainer  # noqa: F401
 
     try:
@@ -113,7 +115,10 @@ def fork_worker(
 
 
 def become_worker(order: dict[str, Any], fds: list[int], parent: int) -> NoReturn:
-    """In the forked process: its own session, pipes and environment; then the worker's work."""
+    """In the forked process: its own session, pipes and environment; then the work.
+
+    That of a worker, or of the saver, which has the same imports to do.
+    """
     control, stdout, stderr, records, beat = fds
     os.setsid()
     while os.getppid() != parent:  # until the one between has ended: microseconds
@@ -126,6 +131,11 @@ def become_worker(order: dict[str, Any], fds: list[int], parent: int) -> NoRetur
     import numpy as np
 
     np.random.seed()  # else every worker would draw what the template would have drawn
+    if "saver" in order["job"]:
+        from ftrain import saver
+
+        # In place of the beat it is given the run's lock, to hold as long as it lives.
+        saver.work(order["job"]["saver"], os.fdopen(control, encoding="utf-8"), records)
     job = Assignment(**{**order["job"], "records_fd": records, "beat_fd": beat})
     start(job, Control(os.fdopen(control, encoding="utf-8")))
 

@@ -30,6 +30,20 @@ def by_agreement(reason: str, step: int, stop_signal: str) -> Verdict:
             return Verdict(EXIT_GAVE_UP, reason)
 
 
+def not_saved_in_time(stop_signal: str, grace_s: float, error: str) -> Verdict:
+    """The time to stop is over, and the last state is not on disk.
+
+    Args:
+      stop_signal: what asked for it.
+      grace_s: the config's.
+      error: of the newest save, "" if it was only slow.
+    """
+    why = f"{stop_signal}, not saved within grace_s={grace_s:g}"
+    if error:
+        return Verdict(EXIT_GAVE_UP, f"{why}; the last save failed: {error}")
+    return Verdict(EXIT_TRY_AGAIN, why)
+
+
 def refused(records: Sequence[dict[str, Any]], workers: int) -> Verdict:
     """Nobody could start: told once for all, with the lowest worker's traceback."""
     first = records[0]

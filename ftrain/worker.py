@@ -15,7 +15,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
 from ftrain.beat import Beat
 from ftrain.config import Config
@@ -44,6 +45,7 @@ class Assignment:
     address: str  # of the coordinator
     platform: str
     base: str  # the folder the trainer is relative to
+    memory: list[str]  # folders of snapshots: where they are to lie, and where else if need be
     records_fd: int
     beat_fd: int
     parent: int  # the supervisor's pid
@@ -64,11 +66,22 @@ class Reporter:
                 data = data[os.write(self._fd, data) :]
 
 
+class Told(NamedTuple):
+    """What the supervisor has said of a save: durable, or failed with a message."""
+
+    step: int
+    digest: str
+    at: float  # time.monotonic()
+    message: str = ""
+
+
 class Control:
     """What the supervisor says on the control pipe. Signals never interrupt a block."""
 
     def __init__(self, pipe: Any):
         self._go, self._stop = threading.Event(), threading.Event()
+        self._durable: Told | None = None
+        self._save_failed: Told | None = None
         threading.Thread(target=self._listen, args=(pipe,), daemon=True).start()
 
     def _listen(self, pipe: Any) -> None:
@@ -79,6 +92,10 @@ class Control:
                     self._go.set()
                 case ["stop"]:
                     self._stop.set()
+                case ["durable", step, digest, ago_s]:
+                    self._durable = Told(int(step), digest, time.monotonic() - float(ago_s))
+                case ["save_failed", step, digest, *message]:
+                    self._save_failed = Told(int(step), digest, time.monotonic(), " ".join(message))
 
     def wait_for_go(self) -> tuple[str, list[int]]:
         """At the start of a run the workers begin together; later each when it is ready.
@@ -92,6 +109,14 @@ class Control:
     def stop_requested(self) -> bool:
         """Whether the supervisor wants the run to stop; read between steps."""
         return self._stop.is_set()
+
+    def durable(self) -> Told | None:
+        """The newest save that has reached the disk."""
+        return self._durable
+
+    def save_failed(self) -> Told | None:
+        """The newest save that has not."""
+        return self._save_failed
 
 
 def keep_stdout_for_user_code() -> None:
@@ -125,6 +150,10 @@ def start(job: Assignment, control: Control) -> NoReturn:
     leave_stop_to_supervisor(control.stop_requested)
     beat = Beat(job.beat_fd)
     beat.keep_stacks()
+    if "FTRAIN_CHAOS" in os.environ:  # only `ftrain chaos` sets it, and nothing is loaded without
+        from ftrain.chaos import hook
+
+        hook.enter_worker()
     work(job, Reporter(job.records_fd), beat, control)
 
 
@@ -132,13 +161,14 @@ def work(job: Assignment, report: Callable[..., None], beat: Beat, control: Cont
     """Prepares, takes part until the run is over, and ends the process."""
     config = Config.from_json(job.config)
     try:
-        loop = prepare(job, config, report, beat, control.stop_requested)
+        loop = prepare(job, config, report, beat, control)
     except FtrainError as error:
         refuse(report, str(error), "")
     except BaseException as error:  # noqa: BLE001  the user's code: told once, with its traceback
         refuse(report, f"{type(error).__name__}: {error}", user_traceback(error))
     beat.phase("ready")
-    report("ready", cpu_s=time.process_time())
+    spent = beat.take_spent()
+    report("ready", cpu_s=time.process_time(), compile_s=spent.get("compile", 0.0))
     name, together = control.wait_for_go()
     try:
         loop.run(together, name)
@@ -189,7 +219,7 @@ def prepare(
     config: Config,
     report: Callable[..., None],
     beat: Beat,
-    stop_requested: Callable[[], bool],
+    control: Control,
 ) -> Any:
     """Everything up to the first barrier: user code, data, backend, compiled programs."""
     trainer = load_trainer(config.trainer, job.base, config.trainer_args, config)
@@ -210,7 +240,7 @@ def prepare(
     started.start_backend()
     beat.phase("compile")
     return make_loop(
-        job, config, trainer, source, eval_source, started, cache, report, beat, stop_requested
+        job, config, trainer, source, eval_source, started, cache, report, beat, control
     )
 
 
@@ -235,10 +265,10 @@ def make_loop(
     cache: str | None,
     report: Callable[..., None],
     beat: Beat,
-    stop_requested: Callable[[], bool],
+    control: Control,
 ) -> Any:
     """Traces and compiles, and puts the parts of the loop together."""
-    from ftrain import checkpoint, runtime
+    from ftrain import runtime
     from ftrain.admission import Admission
     from ftrain.compile_lock import first_compiles
     from ftrain.data import ShardReader
@@ -246,6 +276,8 @@ def make_loop(
     from ftrain.identity import identity_of
     from ftrain.loop import StepLoop
     from ftrain.membership import Members
+    from ftrain.restore import restore_newest
+    from ftrain.saving import Saving
     from ftrain.table import Table
     from ftrain.target import target_of
     from ftrain.transfer import Transfer
@@ -266,25 +298,38 @@ def make_loop(
         for traced in to_compile:
             traced.compile(runtime.compile_shared)
     members = Members(started, report, lambda error: local_error(report, beat, error))
-    saver = checkpoint.Saver(
-        config.run_dir,
-        keep=config.checkpoint.keep,
+    memory, fallback = Path(job.memory[0]), Path(job.memory[-1])
+    saving = Saving(
+        spec,
+        digests,
+        config.checkpoint,
+        folder=memory,
+        fallback=fallback,
+        run_dir=config.run_dir,
         dataset_length=source.length,
+        patience_s=config.grace_s / 2,
         report=report,
+        news=control,
     )
 
     def first_state() -> Any:
         from ftrain.init_from import new_state
 
-        restored = checkpoint.restore_newest(
-            config.run_dir, spec, dataset_length=source.length, report=report
+        restored = restore_newest(
+            config.run_dir,
+            spec,
+            dataset_length=source.length,
+            report=report,
+            memory=list(dict.fromkeys([memory, fallback])),
+            digest=digests,
         )
         if restored is None:
             with runtime.shares_compile_cache():
-                return new_state(trainer, spec, config, report)
-        saver.already_durable(restored.step)
-        programs.check_shorter(target.shorter_shard(restored.cursor, config.batch_shards))
-        return restored
+                return new_state(trainer, spec, config, report), 0
+        state = restored.state
+        saving.restored(state.step, restored.tier, restored.digest)
+        programs.check_shorter(target.shorter_shard(state.cursor, config.batch_shards))
+        return state, restored.evaluated
 
     reader = ShardReader(
         source,
@@ -310,14 +355,24 @@ def make_loop(
         table,
         reader,
         evaluation,
-        saver,
+        saving,
         beat,
         report,
-        stop_requested,
+        lambda: control.stop_requested() or saving.wants_stop(),
         first_state,
         started.forget_view,
         runtime.compile_shared,
+        make_profiler(config, beat),
     )
+
+
+def make_profiler(config: Config, beat: Beat) -> Any:
+    """What traces some steps, or None where none are to be traced."""
+    if config.profile.step == 0:
+        return None
+    from ftrain.profiling import Profiler
+
+    return Profiler(config, beat)
 
 
 def trace(
@@ -328,7 +383,8 @@ def trace(
     From here on the trainer's config has the number of steps, also where epochs were asked for.
     """
     from ftrain.evaluation import Evaluation
-    from ftrain.step import StepPrograms, state_spec
+    from ftrain.initial import state_spec
+    from ftrain.step import StepPrograms
     from ftrain.sync import HEADER
     from ftrain.target import target_of
 
@@ -363,12 +419,27 @@ def trace(
             compile=compile,
         )
     )
+    check_best(config, programs, evaluation)
     if evaluation is None and config.eval.every_steps:
         raise TrainerError(
             f"eval.every_steps={config.eval.every_steps} needs eval_dataset(); "
             "define it, or leave the key out"
         )
     return spec, programs, evaluation
+
+
+def check_best(config: Config, programs: Any, evaluation: Any) -> None:
+    """The metric by which the best checkpoint is told must be one there is."""
+    if config.checkpoint.keep_best is None:
+        return
+    metric = config.checkpoint.keep_best.split()[1]
+    there = ["loss", *programs.metric_names, *programs.extra_names]
+    there += [f"eval_{name}" for name in evaluation.names] if evaluation else []
+    if metric not in there:
+        raise TrainerError(
+            f"checkpoint.keep_best: {metric} is no metric of this trainer; it has "
+            + ", ".join(there)
+        )
 
 
 def check_no_device_touched() -> None:

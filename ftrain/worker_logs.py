@@ -8,6 +8,7 @@ would fill a disk overnight.
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import re
 from typing import TextIO
@@ -34,6 +35,10 @@ class Logs:
         """A line of the coordinator's."""
         self._write("coordinator", line)
 
+    def saver(self, line: str) -> None:
+        """A line of the saver's."""
+        self._write("saver", line)
+
     def supervisor(self, line: str) -> None:
         """A fact that the supervisor learnt."""
         self._write("supervisor", line)
@@ -41,7 +46,8 @@ class Logs:
     def close(self) -> None:
         """Closes the files."""
         for file in self._files.values():
-            file.close()
+            with contextlib.suppress(OSError):
+                file.close()
         self._files.clear()
 
     def _write(self, name: str, line: str) -> None:
@@ -51,12 +57,13 @@ class Logs:
                 os.path.join(self._folder, f"{name}.log"), "a", encoding="utf-8", buffering=1
             )
         times = self._times(name, line)
-        if times == 1:
-            self._files[name].write(line + "\n")
-        elif str(times).strip("0") == "1":
-            self._files[name].write(
-                f"{line} [{times} times by now; the next is told at ten-fold]\n"
-            )
+        with contextlib.suppress(OSError):  # a full disk costs lines of logs, and nothing else
+            if times == 1:
+                self._files[name].write(line + "\n")
+            elif str(times).strip("0") == "1":
+                self._files[name].write(
+                    f"{line} [{times} times by now; the next is told at ten-fold]\n"
+                )
 
     def _times(self, name: str, line: str) -> int:
         """How often a C++ library has said this, this time included; 1 for all other lines."""

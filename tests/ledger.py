@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 import ftrain
-from tests.orders import obey_at_phases
+from ftrain.chaos.orders import obey_at_phases
 from tests.trainers import Mixed
 
 LENGTH = 1003
@@ -41,7 +41,8 @@ class Ledger(ftrain.Trainer):
     """A step adds 1, exactly, to the parameter of each sample that it used, and its loss is 1.
 
     The gradient is that of a mean: it is 1 / n for a sample of n, and times n it is 1 only if n
-    samples were in the mean. The optimizer counts its steps. Takes orders, see `tests.orders`.
+    samples were in the mean. The optimizer counts its steps. Takes orders
+    (`ftrain.chaos.orders`).
     """
 
     def __init__(self, *, pause_s: float = 0.0):

@@ -43,7 +43,7 @@ class Run:
         self.run_dir = run_dir
         self._read: dict[str, tuple[list[dict[str, Any]], int]] = {}
         self.output_file = run_dir.parent / f"{run_dir.name}.out"
-        argv = [*prefix, sys.executable, "-m", "ftrain.cli", command, str(config)]
+        argv = [*prefix, sys.executable, "-m", "ftrain", command, str(config)]
         argv += ["--run-dir", str(run_dir)]
         for item in sets:
             argv += ["--set", item]
@@ -165,7 +165,8 @@ class Run:
 
     def processes(self) -> list[int]:
         """The processes it recorded that are still there (not counting zombies of others)."""
-        pids = {e["pid"] for e in self.events("worker_started", "coordinator_started")}
+        started = ("worker_started", "coordinator_started", "saver_started")
+        pids = {e["pid"] for e in self.events(*started)}
         return [pid for pid in pids if is_alive(pid)]
 
 

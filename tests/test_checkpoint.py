@@ -6,7 +6,6 @@ Orbax writes real files here; damage is done to copies of one run folder.
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,16 +16,15 @@ import optax
 import pytest
 
 from ftrain import checkpoint
-from ftrain.checkpoint import Saver, restore_newest
+from ftrain.digests import digest_of
 from ftrain.errors import CheckpointUnreadableError, StateMismatchError
-from ftrain.load import load_params
+from ftrain.restore import restore_newest
 from ftrain.state import Committed, StateSpec, spec_of, to_host
 from tests.test_state import EVERY_KIND, bits_of, state_of
 
 # Orbax does not wait for its other reads when one has failed; they end in a closed event loop.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
-DEADLINE_S = 30.0
 LENGTH = 960  # samples of the data set
 OLDER, NEWER = 100, 200
 
@@ -38,14 +36,25 @@ class Point(NamedTuple):
     y: Any
 
 
-def write(run_dir: Path, spec: StateSpec, state: Committed) -> None:
-    checkpoint.write_checkpoint(
-        checkpoint.checkpoint_folder(str(run_dir)) / str(state.step),
+def described(
+    spec: StateSpec, state: Committed, evaluated: int = 0, dataset_length: int = LENGTH
+) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """What a checkpoint or a snapshot of a state is written from."""
+    arrays = to_host(state.leaves)
+    meta = checkpoint.meta_of(
         spec,
-        state,
-        to_host(state.leaves),
-        dataset_length=LENGTH,
+        step=state.step,
+        cursor=state.cursor,
+        dataset_length=dataset_length,
+        evaluated=evaluated,
+        digest=digest_of(spec.lines(), state.step, state.cursor, arrays).hex(),
     )
+    return meta, arrays
+
+
+def write(run_dir: Path, spec: StateSpec, state: Committed) -> None:
+    folder = checkpoint.checkpoint_folder(str(run_dir))
+    checkpoint.write_checkpoint(folder / str(state.step), *described(spec, state))
 
 
 class Reports(list):
@@ -65,7 +74,8 @@ def restore(
     dataset_length: int = LENGTH,
     report: Callable[..., None] = lambda name, **fields: None,
 ) -> Committed | None:
-    return restore_newest(str(run_dir), spec, dataset_length=dataset_length, report=report)
+    restored = restore_newest(str(run_dir), spec, dataset_length=dataset_length, report=report)
+    return restored and restored.state
 
 
 def same_bits(a: Committed | None, b: Committed) -> bool:
@@ -139,7 +149,9 @@ def test_the_newest_is_restored_and_reported(run_dir):
     spec, state = weights(NEWER)
     report = Reports()
     assert same_bits(restore(run_dir, spec, report=report), state)
-    assert report == [("checkpoint_restored", {"step": NEWER, "tier": "disk"})]
+    digest = described(spec, state)[0]["digest"]
+    fields = {"step": NEWER, "tier": "disk", "digest": digest}
+    assert report == [("checkpoint_restored", fields)]
 
 
 def test_step_numbers_are_compared_as_numbers(tmp_path):
@@ -211,7 +223,7 @@ def test_a_torn_checkpoint_falls_back_to_the_one_before_it(run_dir, damage):
     assert same_bits(restore(run_dir, spec, report=report), state)
     [skipped] = report.of("checkpoint_skipped")
     assert skipped["step"] == NEWER and skipped["why"] and "\n" not in skipped["why"]
-    assert report.of("checkpoint_restored") == [{"step": OLDER, "tier": "disk"}]
+    assert [r["step"] for r in report.of("checkpoint_restored")] == [OLDER]
 
 
 def test_whatever_file_is_damaged_the_state_is_a_whole_one(two_checkpoints, tmp_path):
@@ -294,129 +306,4 @@ def test_another_length_of_the_data_set_is_refused(run_dir):
     """The cursor would mean other samples; both lengths are named."""
     with pytest.raises(StateMismatchError) as caught:
         restore(run_dir, weights(1)[0], dataset_length=961)
-    assert "len(dataset()): this worker has 961, checkpoint 200 has 960" in str(caught.value)
-
-
-# The thread that saves.
-
-
-def saver(run_dir: Path, report: Reports, keep: int = 3) -> Saver:
-    return Saver(str(run_dir), keep=keep, dataset_length=LENGTH, report=report)
-
-
-def wait_settled(saving: Saver, step: int) -> None:
-    ticks = threading.Event()
-    for _ in range(int(DEADLINE_S / 0.005)):
-        if saving.settled(step):
-            saving._thread.join(DEADLINE_S)
-            return
-        ticks.wait(0.005)
-    raise AssertionError(f"step {step} not settled within {DEADLINE_S} s")
-
-
-def save(saving: Saver, spec: StateSpec, state: Committed) -> None:
-    saving.save(spec, state)
-    wait_settled(saving, state.step)
-
-
-def test_a_saved_state_is_durable_and_reported_once(tmp_path):
-    """`settled` and the record come after the checkpoint, not before."""
-    spec, state = state_of({"w": jnp.ones(3)})
-    report = Reports()
-    saving = saver(tmp_path, report)
-    save(saving, spec, state)
-    saving.save(spec, state)  # asked for again: done already
-    assert same_bits(restore(tmp_path, spec), state)
-    [saved] = report.of("checkpoint_saved")
-    assert saved["step"] == 3 and saved["tier"] == "disk" and saved["seconds"] >= 0
-    assert saving.error == ""
-
-
-def test_a_save_copies_before_it_returns(tmp_path, monkeypatch):
-    """The next step may overwrite the memory that the state was in."""
-    value = np.ones(3, np.float32)
-    monkeypatch.setattr(checkpoint, "to_host", lambda leaves: [value])
-    held = threading.Event()
-    real = checkpoint.write_checkpoint
-
-    def slow(*args: Any, **options: Any) -> None:
-        assert held.wait(DEADLINE_S)
-        real(*args, **options)
-
-    monkeypatch.setattr(checkpoint, "write_checkpoint", slow)
-    spec, state = state_of({"w": jnp.ones(3)})
-    saving = saver(tmp_path, Reports())
-    saving.save(spec, state)
-    value[:] = 7
-    held.set()
-    wait_settled(saving, 3)
-    assert load_params(str(tmp_path))["w"].tolist() == [1, 1, 1]
-
-
-def test_training_does_not_wait_for_a_slow_save(tmp_path, monkeypatch):
-    """While one is being written the next is passed over; the one after it is written."""
-    held, real = threading.Event(), checkpoint.write_checkpoint
-
-    def slow(*args: Any, **options: Any) -> None:
-        assert held.wait(DEADLINE_S)
-        real(*args, **options)
-
-    monkeypatch.setattr(checkpoint, "write_checkpoint", slow)
-    saving = saver(tmp_path, Reports())
-    saving.save(*state_of({"w": jnp.ones(3)}, step=1))
-    saving.save(*state_of({"w": jnp.ones(3)}, step=2))
-    assert not saving.settled(1) and not saving.settled(2)
-    held.set()
-    wait_settled(saving, 1)
-    save(saving, *state_of({"w": jnp.ones(3)}, step=3))
-    assert checkpoint.steps_in(tmp_path / "checkpoints") == [3, 1]
-
-
-def test_the_newest_are_kept(tmp_path):
-    """keep=2: the older ones go, once the newer is durable."""
-    saving = saver(tmp_path, Reports(), keep=2)
-    for step in (8, 9, 10, 11):
-        save(saving, *state_of({"w": jnp.ones(3)}, step=step))
-    assert checkpoint.steps_in(tmp_path / "checkpoints") == [11, 10]
-
-
-def test_a_save_that_fails_is_reported_and_settles(tmp_path):
-    """The end of the run must not wait for it for ever; and it says why."""
-    (tmp_path / "checkpoints").write_text("in the way")
-    report = Reports()
-    saving = saver(tmp_path, report)
-    save(saving, *state_of({"w": jnp.ones(3)}))
-    [failed] = report.of("save_failed")
-    assert failed["step"] == 3 and failed["error"] == saving.error != ""
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_save_that_fails_in_an_unforeseen_way_settles_too(tmp_path, monkeypatch):
-    """An exception of any type: the run ends with exit 3, it does not hang in its last block."""
-
-    def broken(*args: Any, **options: Any) -> None:
-        raise MemoryError("no memory for the copy")
-
-    monkeypatch.setattr(checkpoint, "write_checkpoint", broken)
-    saving = saver(tmp_path, Reports())
-    saving.save(*state_of({"w": jnp.ones(3)}))
-    saving._thread.join(DEADLINE_S)
-    assert saving.settled(3) and "MemoryError" in saving.error
-
-
-def test_a_failed_save_does_not_spoil_the_next(tmp_path):
-    """The disk was full for a while."""
-    saving = saver(tmp_path, Reports())
-    (tmp_path / "checkpoints").write_text("in the way")
-    save(saving, *state_of({"w": jnp.ones(3)}, step=1))
-    (tmp_path / "checkpoints").unlink()
-    save(saving, *state_of({"w": jnp.ones(3)}, step=2))
-    assert saving.error == "" and checkpoint.steps_in(tmp_path / "checkpoints") == [2]
-
-
-def test_a_restored_step_is_not_written_again(tmp_path):
-    """It came from its checkpoint."""
-    saving = saver(tmp_path, Reports())
-    saving.already_durable(3)
-    saving.save(*state_of({"w": jnp.ones(3)}, step=3))
-    assert saving.settled(3) and not (tmp_path / "checkpoints").exists()
+    assert "len(dataset()): this trainer has 961, checkpoint 200 has 960" in str(caught.value)

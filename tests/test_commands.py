@@ -70,10 +70,10 @@ def test_unknown_command_and_missing_config_are_exit_2():
     assert missing.stderr.count("\n") == 1 and "configs/nothing.yaml" in missing.stderr
 
 
-def test_a_terminal_has_a_status_line_that_moves(tmp_path):
-    """Under a pseudo-terminal the line is redrawn in place; lines that stay stand above it."""
+def test_a_terminal_has_a_panel_that_moves(tmp_path):
+    """Under a pseudo-terminal it is redrawn in place; lines that stay stand above it."""
     ours, theirs = pty.openpty()
-    argv = [sys.executable, "-m", "ftrain.cli", "run", "tests/paced.yaml", "--set", "steps=60"]
+    argv = [sys.executable, "-m", "ftrain.cli", "run", "tests/paced.yaml", "--set", "steps=150"]
     argv += ["--run-dir", str(tmp_path / "run")]
     env = {**environment(), "TERM": "xterm-256color", "COLUMNS": "80"}
     process = subprocess.Popen(
@@ -89,5 +89,5 @@ def test_a_terminal_has_a_status_line_that_moves(tmp_path):
     assert process.wait(10) == 0
     os.close(ours)
     text = shown.decode()
-    assert text.count("/60  loss") >= 3 and "\x1b[2K" in text
-    assert "done: step 60 is reached and saved" in text
+    assert text.count(" / 150") >= 3 and "\x1b[2K" in text and "last fault" in text
+    assert "done: step 150 is reached and saved" in text

@@ -54,6 +54,14 @@ KEYS = {
     "? [a]\n: 1": "?: a key is a word; a number or the like needs quotes",
 }
 TYPES = {
+    "metrics_port: 0": "metrics_port: 0 is not a port from 1 to 65535",
+    "tensorboard: 3": "tensorboard: 3 is not true, false or a folder's path",
+    "sinks: a.py:S": "sinks: 'a.py:S' is not a list of path.py:Class or package.module:Class",
+    "sinks: [a.py:S, a.py]": "sinks: 'a.py' is not a list of path.py:Class or package.module:Class",
+    "profile: {step: -1}": "profile.step: -1 is not an integer >= 0",
+    "profile: {step: 1, steps: 0}": "profile.steps: 0 is not an integer >= 1",
+    "profile: {step: 398, steps: 4}": "profile.step: step=398 and the 4 from there are not all "
+    "within the run's steps=400; profile earlier steps",
     'cluster: {workers: "4"}': "cluster.workers: '4' is not an integer >= 1; leave out the quotes",
     "cluster: {workers: 0}": "cluster.workers: 0 is not an integer >= 1",
     "cluster: {workers: -1}": "cluster.workers: -1 is not an integer >= 1",
@@ -370,8 +378,12 @@ def test_defaults_are_those_of_the_design():
         "cluster:\n  workers: 1\n  min_workers: 1\n  platform: auto\n  start_timeout_s: 120.0\n"
         "  heartbeat_timeout_s: 10.0\n  hang_timeout_s: 60.0\n  below_min_timeout_s: 600.0\n"
         "restart:\n  max_failures: 10\n  renew_after_steps: 10\n  backoff_s: 0.5\n"
-        "  backoff_max_s: 30.0\ncheckpoint:\n  every_steps: 100\n  keep: 3\n"
+        "  backoff_max_s: 30.0\ncheckpoint:\n  every_steps: 100\n  every_s: null\n  keep: 3\n"
+        "  keep_every: null\n  keep_best: null\n  memory_every_s: 5.0\n  memory_folder: auto\n"
+        "  on_save_error: continue\n"
         "grace_s: 25.0\ndigest_every_steps: 100\ncompile_cache: auto\n"
+        "metrics_port: null\nmetrics_host: 127.0.0.1\ntensorboard: false\nsinks: []\n"
+        "profile:\n  step: 0\n  steps: 5\n"
     )
 
 

@@ -13,8 +13,8 @@ import sys
 
 import pytest
 
-from ftrain import host_checks, network_checks
-from ftrain.finding import shown_bytes
+from ftrain.doctor import host, network
+from ftrain.doctor.finding import shown_bytes
 from ftrain.placement import Placement
 from tests.runs import REPOSITORY, environment
 from tests.test_addresses import HAS_NAMESPACES
@@ -76,7 +76,7 @@ def test_a_run_directory_that_cannot_be_made_is_a_failure(tmp_path):
     """A file in its place, or above it."""
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
-        (finding,) = host_checks.run_directory(str(path))
+        (finding,) = host.run_directory(str(path))
         assert finding.level == "fail" and finding.found.startswith(f"{path}: ")
         assert "--run-dir" in finding.mend
 
@@ -85,47 +85,47 @@ def test_a_full_or_slow_disk_is_a_warning(tmp_path, monkeypatch):
     """With what is left of it."""
     usage = collections.namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10, 10, 5e6))
-    (finding,) = host_checks.run_directory(str(tmp_path))
+    (finding,) = host.run_directory(str(tmp_path))
     assert finding.level == "warn" and "5 MB free" in finding.found
-    monkeypatch.setattr(host_checks, "SLOW_BYTES_S", 1e15)
-    monkeypatch.setattr(host_checks, "FREE_BYTES", 0)
-    (finding,) = host_checks.run_directory(str(tmp_path))
+    monkeypatch.setattr(host, "SLOW_BYTES_S", 1e15)
+    monkeypatch.setattr(host, "FREE_BYTES", 0)
+    (finding,) = host.run_directory(str(tmp_path))
     assert finding.level == "warn" and "save less often" in finding.mend
     assert os.listdir(tmp_path) == []
 
 
 def test_a_file_server_with_another_clock_is_a_warning(tmp_path, monkeypatch):
     """Files are dated by it."""
-    monkeypatch.setattr(host_checks, "_use", lambda folder: (1e9, -65.0))
-    findings = host_checks.run_directory(str(tmp_path))
+    monkeypatch.setattr(host, "_use", lambda folder: (1e9, -65.0))
+    findings = host.run_directory(str(tmp_path))
     assert [f.level for f in findings] == ["ok", "warn"]
     assert "dated -65.0 s from this host's clock" in findings[1].found
 
 
 def test_shared_memory_that_is_small_or_not_there_is_told(tmp_path, monkeypatch):
     """Of a container without --shm-size."""
-    assert host_checks.shared_memory(str(tmp_path / "none")).level == "fail"
-    monkeypatch.setattr(host_checks, "SMALL_SHARED_MEMORY", 1e15)
-    finding = host_checks.shared_memory(str(tmp_path))
+    assert host.shared_memory(str(tmp_path / "none")).level == "fail"
+    monkeypatch.setattr(host, "SMALL_SHARED_MEMORY", 1e15)
+    finding = host.shared_memory(str(tmp_path))
     assert finding.level == "warn" and "--shm-size" in finding.mend
 
 
 def test_too_few_descriptors_for_the_workers_is_a_failure(monkeypatch):
     """With the number that is enough."""
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
-    assert host_checks.descriptors(8).level == "ok"
-    finding = host_checks.descriptors(64)
+    assert host.descriptors(8).level == "ok"
+    finding = host.descriptors(64)
     assert finding.level == "fail" and "ulimit -n 2304" in finding.mend
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
-    assert host_checks.descriptors(640).found.startswith("unlimited open files")
+    assert host.descriptors(640).found.startswith("unlimited open files")
 
 
 def test_a_clock_that_jumps_is_a_warning(monkeypatch):
     """Against the one that never does."""
-    assert host_checks.clock(0.05).level == "ok"
+    assert host.clock(0.05).level == "ok"
     times = iter([1.8e9, 1.8e9 + 3600])
-    monkeypatch.setattr(host_checks.time, "time", lambda: next(times))
-    assert "moved by +3" in host_checks.clock(0.05).found
+    monkeypatch.setattr(host.time, "time", lambda: next(times))
+    assert "moved by +3" in host.clock(0.05).found
 
 
 def test_a_host_name_matters_only_to_a_run_over_hosts():
@@ -134,9 +134,9 @@ def test_a_host_name_matters_only_to_a_run_over_hosts():
     def unknown(host: str) -> list[str]:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
-    assert network_checks.own_name(1, unknown).level == "ok"
-    assert network_checks.own_name(2, lambda host: ["127.0.1.1"]).level == "warn"
-    assert network_checks.own_name(2, lambda host: ["127.0.1.1", "10.0.0.1"]).level == "ok"
+    assert network.own_name(1, unknown).level == "ok"
+    assert network.own_name(2, lambda host: ["127.0.1.1"]).level == "warn"
+    assert network.own_name(2, lambda host: ["127.0.1.1", "10.0.0.1"]).level == "ok"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_host_name_matters_only_to_a_run_over_hosts():
 )
 def test_a_proxy_between_hosts_is_a_warning(environ, level):
     """Unless gRPC is told to go past it for the head."""
-    finding = network_checks.proxies(environ, ["head.lan"])
+    finding = network.proxies(environ, ["head.lan"])
     assert finding.level == level
     assert level == "ok" or "head.lan" in finding.mend
 
@@ -161,7 +161,7 @@ def test_the_head_s_port_is_tried_on_both_sides():
 
     def head(rank: int, host: str, port: int):
         place = Placement(nodes=2, node_rank=rank, coordinator_host=host, coordinator_port=port)
-        return network_checks.head(place)
+        return network.head(place)
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

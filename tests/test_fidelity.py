@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 import ftrain
 from ftrain.checkpoint import _from_stored, _stored
 from ftrain.errors import StateMismatchError, TrainerError
+from ftrain.initial import initial_state, state_spec
 from ftrain.leaves import CARRIED
 from ftrain.state import (
     Committed,
@@ -36,7 +37,6 @@ from ftrain.state import (
     spec_of,
     to_host,
 )
-from ftrain.step import initial_state, state_spec
 from tests.odd_trees import (
     Pair,
     Registered,

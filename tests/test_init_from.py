@@ -18,8 +18,8 @@ import ftrain
 from ftrain.config import Config, InitFrom
 from ftrain.errors import InitFromError
 from ftrain.init_from import Plan, new_state
+from ftrain.initial import state_spec
 from ftrain.state import Committed, StateSpec, to_host
-from ftrain.step import state_spec
 from tests.test_checkpoint import empty, write
 from tests.test_state import bits_of, state_of
 

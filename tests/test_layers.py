@@ -18,7 +18,11 @@ import pytest
 from tests.runs import REPOSITORY, environment
 
 PACKAGE = REPOSITORY / "ftrain"
-MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
+MODULES = sorted(
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    for path in PACKAGE.rglob("*.py")
+    if path.stem != "__init__"
+)
 
 # From the ground up: a module imports only from layers before its own.
 LAYERS = [
@@ -26,16 +30,17 @@ LAYERS = [
     ["stacks"],
     [
         "errors",
+        "findings",
         "beat",
-        "finding",
         "order",
         "tcp_sockets",
         "compile_lock",
+        "doctor.finding",
         "interfaces",
         "match",
         "node_list",
         "processes",
-        "screen",
+        "memory_tier",
         "tree",
         "worker_logs",
         "worker_signals",
@@ -67,10 +72,39 @@ LAYERS = [
         "ears",
         "verdict",
         "target",
+        "following",
+        "chaos.hook",
+        "chaos.network",
+        "chaos.orders",
+        "snapshots",
     ],
-    ["mesh", "digests", "transfer", "replicas", "addresses", "placement", "host_checks"],
-    ["reduction"],
-    ["sync", "identity"],
+    [
+        "mesh",
+        "digests",
+        "transfer",
+        "replicas",
+        "initial",
+        "loss",
+        "records",
+        "retention",
+        "chaos.disk",
+        "chaos.plan",
+        "addresses",
+        "placement",
+        "doctor.host",
+    ],
+    ["reduction", "contribution"],
+    ["update", "explain"],
+    [
+        "sync",
+        "identity",
+        "checkpoint",
+        "recoveries",
+        "step_rules",
+        "chaos.live",
+        "doctor.network",
+        "doctor.probe",
+    ],
     [
         "config",
         "recorder",
@@ -78,26 +112,45 @@ LAYERS = [
         "warden",
         "trainer",
         "step",
-        "checkpoint",
+        "restore",
+        "saving",
+        "saver",
+        "keeper",
         "evaluation",
         "membership",
+        "fault_rules",
+        "profiling",
+        "tensorboard",
+        "sinks",
+        "chaos.faults",
+        "goodput",
+        "lanes",
+        "run_now",
     ],
-    ["admission", "load", "network_checks", "probe"],
-    ["sources"],
+    ["admission", "load", "verify", "board", "panel", "prometheus"],
+    ["sources", "screen", "status", "report"],
     ["init_from"],
-    ["environment", "loop", "worker"],
-    ["supervisor", "check", "debug", "template", "checkpoints_table", "device_checks"],
-    ["doctor"],
+    ["environment", "loop", "worker", "chaos.command"],
+    ["supervisor", "check", "debug", "template", "checkpoints", "sink_process"],
+    ["doctor.devices"],
+    ["doctor.command"],
     ["cli"],
+    ["__main__"],
 ]
 
 PROCESS_SIDE = set(
     """
     cli supervisor restart recorder story screen slots processes run_lock watchdog events config
     errors yaml_lines environment user_code beat versions worker_logs forking ears
-    verdict stacks warden target match pretrained checkpoints_table
+    verdict stacks warden target match pretrained checkpoints
+    findings records recoveries step_rules fault_rules verify goodput
+    run_now board panel status lanes report
+    sinks sink_process prometheus tensorboard following
+    chaos.hook chaos.plan chaos.network chaos.disk chaos.orders chaos.live chaos.faults
+    chaos.command
+    __main__ keeper memory_tier retention
     addresses endpoint interfaces node_list placement schedulers
-    doctor finding host_checks network_checks device_checks
+    doctor.command doctor.finding doctor.host doctor.network doctor.devices
 """.split()
 )
 DEVICE_PACKAGES = {"jax", "jaxlib", "flax", "optax"}
@@ -109,7 +162,7 @@ INTERNALS = ("jax.distributed", "jax._src", "jaxlib", "jax.experimental.multihos
 
 @cache
 def tree(module: str) -> ast.Module:
-    return ast.parse((PACKAGE / f"{module}.py").read_text())
+    return ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text())
 
 
 def names_of(node: ast.AST) -> Iterator[str]:
@@ -142,12 +195,8 @@ def imports(module: str) -> set[str]:
 
 def own_imports(module: str) -> set[str]:
     """The modules of ftrain that `module` imports at its own import."""
-    found = {
-        name.removeprefix("ftrain.").split(".")[0]
-        for name in imports(module)
-        if name.startswith("ftrain.")
-    }
-    return found & set(MODULES)
+    asked = {name.removeprefix("ftrain.") for name in imports(module) if name.startswith("ftrain.")}
+    return {m for m in MODULES if any(a == m or a.startswith(m + ".") for a in asked)}
 
 
 def reached(module: str) -> set[str]:
@@ -240,7 +289,17 @@ def loaded_after(statement: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["ftrain", "ftrain.supervisor", "ftrain.cli", "ftrain.user_code", "ftrain.config"]
+    "module",
+    [
+        "ftrain",
+        "ftrain.supervisor",
+        "ftrain.cli",
+        "ftrain.user_code",
+        "ftrain.config",
+        "ftrain.verify",
+        "ftrain.report",
+        "ftrain.status",
+    ],
 )
 def test_importing_the_process_side_loads_no_jax(module):
     """In a real interpreter, whatever the sources look like."""
@@ -255,7 +314,9 @@ def test_the_command_line_loads_no_jax_when_it_refuses():
 
 def test_a_worker_s_imports_load_nothing_slow():
     """What a `linear` worker imports before its first commit: neither Orbax nor grain nor flax."""
-    statement = "import ftrain.loop, ftrain.membership, ftrain.checkpoint, ftrain.worker"
+    statement = (
+        "import ftrain.loop, ftrain.membership, ftrain.saving, ftrain.restore, ftrain.worker"
+    )
     assert loaded_after(statement) & HEAVY_PACKAGES == set()
 
 

@@ -16,10 +16,10 @@ import optax
 import pytest
 
 import ftrain
+from ftrain.chaos.orders import order
 from ftrain.order import sample_indices
 from tests.checks import check_nothing_left, check_replicas_agree
 from tests.ledger import LENGTH
-from tests.orders import order
 from tests.runs import Run, running
 from tests.test_reproducible import lines
 

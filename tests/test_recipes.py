@@ -19,7 +19,7 @@ import pytest
 
 from ftrain.config import load_config
 from ftrain.data import ShardReader, Source
-from ftrain.step import initial_state
+from ftrain.initial import initial_state
 from ftrain.user_code import load_trainer
 from ftrain.worker import trace
 from recipes import chars, digits
@@ -99,7 +99,7 @@ class Driven:
         """The means, and the weight of all parts."""
         sums = np.sum(
             [
-                self.evaluation.part(OneWorker, self.state, part)
+                self.evaluation.part(OneWorker, self.state, part)[0]
                 for part in range(self.evaluation.parts)
             ],
             axis=0,

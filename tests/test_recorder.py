@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -269,24 +271,36 @@ def test_a_view_is_recorded_once(records):
     for view, workers in (("v1", [0, 1]), ("v2", [1])):
         for worker in workers:
             records.take(
-                worker, "view_changed", view=view, workers=workers, step=3, lineage=1, seconds=0.1
+                worker,
+                "view_changed",
+                view=view,
+                workers=workers,
+                step=3,
+                lineage=1,
+                seconds=0.5,
+                sync_s=0.25,
             )
-    assert [e["workers"] for e in records.events("view_changed")] == [[0, 1], [1]]
+    events = records.events("view_changed")
+    assert [e["workers"] for e in events] == [[0, 1], [1]]
+    assert [(e["t"], e["seconds"], e["sync_s"]) for e in events] == [
+        (100.0, 0.5, 0.25),
+        (101.0, 0.5, 0.25),
+    ]
 
 
 def test_an_abort_is_recorded_once_with_who_failed(records):
     """Per attempt, not per member."""
     for worker in (0, 1):
-        records.take(worker, "step_aborted", view="v1", step=8, failed=[2])
+        records.take(worker, "step_aborted", view="v1", step=8, failed=[2], seconds=0.5)
     [event] = records.events("step_aborted")
-    assert (event["step"], event["failed"]) == (8, [2])
+    assert (event["step"], event["failed"], event["seconds"]) == (8, [2], 0.5)
 
 
 def test_aborts_with_nobody_dead_are_counted_until_something_moves(records):
     """Ten of them at one step are a crash loop; a death or a commit begins the count anew."""
 
     def abort(view: str, failed: list[int]) -> int:
-        records.take(0, "step_aborted", view=view, step=8, failed=failed)
+        records.take(0, "step_aborted", view=view, step=8, failed=failed, seconds=0.5)
         return records.recorder.aborts_in_place
 
     assert [abort("a", []), abort("b", []), abort("c", [1]), abort("d", [])] == [1, 2, 0, 1]
@@ -298,8 +312,10 @@ FACTS = {
     "state_synced": {"donor": 1, "step": 5, "bytes": 8, "seconds": 0.1, "digest": "aa"},
     "checkpoint_saved": {"step": 5, "seconds": 0.1, "tier": "disk"},
     "checkpoint_restored": {"step": 5, "tier": "disk"},
-    "checkpoint_skipped": {"step": 5, "why": "torn"},
     "parameters_loaded": {"source": "runs/a", "leaves": 2, "fresh": ["head/w"], "unused": []},
+    "checkpoint_skipped": {"step": 5, "why": "torn", "tier": "disk"},
+    "memory_full": {"folder": "/x", "error": "no space", "instead": "/y"},
+    "snapshot_failed": {"step": 5, "error": "no space"},
     "save_failed": {"step": 5, "error": "OSError: no space"},
 }
 
@@ -391,3 +407,24 @@ def test_a_skipped_step_is_one_event_however_many_report_it(records):
     assert [kind for kind, _ in records.told] == ["commit", "step_skipped", "commit"]
     records.commit(0, 1, lineage=2, skipped=skipped)
     assert [e["step"] for e in records.events("step_skipped")] == [1, 1]
+
+
+def test_lines_that_a_full_disk_refuses_are_written_once_there_is_room(tmp_path, monkeypatch):
+    """In order and whole, a line that was half written too; the run goes on meanwhile."""
+    file = LineFile(str(tmp_path / "lines"))
+    real, room = os.write, [5]
+
+    def write(fd: int, data: bytes) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = real(fd, data[: room[0]])
+        room[0] -= written
+        return written
+
+    monkeypatch.setattr("ftrain.events.os.write", write)
+    for step in (1, 2):
+        file.append({"step": step})
+    assert (tmp_path / "lines").read_bytes() == b'{"ste'
+    room[0] = 1000
+    file.append({"step": 3})
+    assert [row["step"] for row in read_lines(file.path)] == [1, 2, 3]

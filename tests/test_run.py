@@ -18,12 +18,14 @@ EVENT_FIELDS = {
     "run_started": {"config", "changed"},
     "coordinator_started": {"pid", "address"},
     "worker_started": {"worker", "pid", "incarnation"},
-    "worker_ready": {"worker", "pid", "seconds", "cpu_s"},
+    "worker_ready": {"worker", "pid", "seconds", "cpu_s", "compile_s"},
     "worker_exited": {"worker", "pid", "exit_code", "reason"},
     "worker_fenced": {"worker"},
-    "view_changed": {"workers", "step"},
+    "view_changed": {"workers", "step", "seconds", "sync_s"},
+    "time_spent": {"step", "steps", "seconds"},
     "state_synced": {"worker", "donor", "step", "bytes", "seconds", "digest"},
     "evaluated": {"step", "metrics", "seconds"},
+    "saver_started": {"pid"},
     "checkpoint_saved": {"step", "seconds", "tier"},
     "digest_agreed": {"step", "workers", "digest"},
     "run_finished": {"step", "exit_code", "reason"},
@@ -94,6 +96,11 @@ def test_finished_run_says_so_and_larger_steps_continue(tmp_path):
         assert run.finish(20) == 0
         assert "has finished: step 30" in run.output
         assert (run.events(), run.metrics()) == before
+    config = (run.run_dir / "config.yaml").read_bytes()
+    with running("tests/paced.yaml", tmp_path / "run", "steps=20", *sets) as run:
+        assert run.finish(20) == 0  # fewer steps than are done
+        assert (run.events(), run.metrics()) == before
+        assert (run.run_dir / "config.yaml").read_bytes() == config
     with running("tests/paced.yaml", tmp_path / "run", "steps=50", *sets) as run:
         assert run.finish() == 0
         check_each_step_once(run, 50)
@@ -146,6 +153,7 @@ def test_unreadable_checkpoint_is_passed_over_for_the_one_before(tmp_path):
         again = [r["step"] for r in rows if r.get("rewound")]
         assert again == list(range(restored + 1, 61))
         assert "60" in run.output and "passed over" in run.output
+        assert [int(ftrain.load_state(str(run.run_dir), s).step) for s in (60, 80)] == [60, 80]
 
 
 def test_no_good_checkpoint_never_starts_over_silently(tmp_path):
@@ -160,6 +168,26 @@ def test_no_good_checkpoint_never_starts_over_silently(tmp_path):
         assert run.finish() in (2, 3)
         assert "start afresh on purpose" in run.output
         assert len(run.metrics()) == 20
+
+
+def test_checkpoints_of_a_run_that_is_not_known_are_left_alone(tmp_path):
+    """Steps 900 and 1000 lie there without a config.yaml: it never trains beside them."""
+    for step in ("900", "1000"):
+        (tmp_path / "run" / "checkpoints" / step).mkdir(parents=True)
+    with running("tests/paced.yaml", tmp_path / "run", "steps=20") as run:
+        assert run.finish(20) == 2
+        assert "has steps 1000, 900" in run.output and "--run-dir" in run.output
+        assert run.events() == []
+        assert sorted(os.listdir(run.run_dir)) == ["checkpoints", "lock"]
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path):
+    """Before anything is started: the path, the system's text, what to do."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("in the way")
+    with running("tests/paced.yaml", tmp_path / "run", "steps=20") as run:
+        assert run.finish(20) == 2
+        assert f"run_dir: {run.run_dir}/checkpoints: File exists; give" in run.output
 
 
 def test_what_may_not_change_is_refused_with_both_values(tmp_path):

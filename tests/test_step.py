@@ -19,8 +19,9 @@ from flax import nnx
 import ftrain
 from ftrain.data import Source
 from ftrain.errors import TrainerError
+from ftrain.initial import initial_state, state_spec
 from ftrain.state import Committed, StateSpec
-from ftrain.step import StepPrograms, initial_state, state_spec
+from ftrain.step import StepPrograms
 from tests.test_state import EVERY_KIND, bits_of
 
 SHARDS, SIZE = 3, 4

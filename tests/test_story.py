@@ -10,7 +10,7 @@ from ftrain.story import Story
 
 
 def story(lines: list[str]) -> Story:
-    screen = SimpleNamespace(line=lines.append, status=lambda text: None, close=lambda: None)
+    screen = SimpleNamespace(line=lines.append, close=lambda: None)
     config = Config.model_validate(
         {"trainer": "a.py:A", "run_dir": "r", "steps": 9, "batch_size": 4}
     )

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ftrain.board import Board
 from ftrain.config import Config
 from ftrain.data import ShardReader, Source, shards_of
 from ftrain.errors import ConfigError
-from ftrain.story import Story
+from ftrain.panel import one_line
+from ftrain.records import Commit, Event
 from ftrain.target import Target, target_of
 
 QUICK = settings(max_examples=200, deadline=None, database=None)
@@ -127,14 +128,14 @@ def test_every_sample_is_read_once_an_epoch_over_all_workers_and_steps(
 
 def test_status_line_shows_the_last_step_and_the_time_left():
     """Of epochs the supervisor knows what a worker has found out: here 21 steps, the last of 3."""
-    shown: list[str] = []
-    screen = SimpleNamespace(line=lambda text: None, status=shown.append)
-    story = Story(screen, config(epochs=1))
-    commit = {"loss": 1.0, "workers": [0]}
-    story.fact("commit", {**commit, "t": 1.0, "step": 1, "samples": 50})
-    story.tick(1, [0])
-    assert shown == []
-    story.fact("target_known", {"steps": 21, "samples": 1003, "dataset_length": 1003})
-    story.fact("commit", {**commit, "t": 2.0, "step": 2, "samples": 100})
-    story.tick(2, [0])
-    assert shown[-1].startswith("step 2/21  loss 1") and "0:19 left" in shown[-1]
+    board = Board("r")
+    board.event(Event(0.0, "run_started", {"config": config(epochs=1).model_dump()}))
+    fields = {"loss": 1.0, "workers": (0,), "step_time_s": 0.1}
+    fields |= {"digest": "", "rewound": False, "metrics": {}}
+    board.commit(Commit(t=1.0, step=1, samples=50, **fields))
+    assert board.snapshot(1.0).target is None
+    known = {"steps": 21, "samples": 1003, "dataset_length": 1003}
+    board.event(Event(1.5, "target_known", known))
+    board.commit(Commit(t=2.0, step=2, samples=100, **fields))
+    line = one_line(board.snapshot(2.0))
+    assert line.startswith("step 2/21  loss 1") and "0:19 left" in line

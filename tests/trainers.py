@@ -18,10 +18,10 @@ import numpy as np
 import optax
 
 import ftrain
+from ftrain.chaos.orders import obey, obey_at_phases
 from ftrain.errors import AttemptFailedError
 from ftrain.loop import StepLoop
 from ftrain.mesh import DataPlane
-from tests.orders import obey, obey_at_phases
 
 
 class Numbers:
@@ -127,6 +127,14 @@ class Forks(Paced):
     def dataset(self):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         print(f"forked {child.pid}")
+        return super().dataset()
+
+
+class Orphans(Paced):
+    """Each worker leaves a process that has lost its parent, and ends soon."""
+
+    def dataset(self):
+        subprocess.run(["sh", "-c", "sleep 0.5 & sleep 0.1 &"], check=True)
         return super().dataset()
 
 
@@ -301,7 +309,7 @@ class Breaks(Paced):
 
 
 class Ordered(Paced):
-    """Commits the faults that a test orders, see `tests.orders`. Its hook is never empty."""
+    """Commits the faults that a test orders, see `ftrain.chaos.orders`. Its hook is never empty."""
 
     def __init__(self, *, pause_s: float = 0.0):
         super().__init__(pause_s=pause_s)
@@ -456,3 +464,15 @@ class TextInState(Paced):
 
     def init_params(self, key):
         return ftrain.Init({"w": jnp.zeros(8)}, {"layers": [{"name": "first"}]})
+
+
+class Large(Paced):
+    """50 MB of parameters, which every step changes."""
+
+    def init_params(self, key):
+        init = super().init_params(key)
+        return init._replace(params={**init.params, "large": jnp.zeros(12_500_000)})
+
+    def update(self, state, grads):
+        new = super().update(state, grads)
+        return new.replace(params={**new.params, "large": state.params["large"] + 1})

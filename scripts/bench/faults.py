@@ -27,9 +27,10 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from tests import network
+from ftrain.chaos import network
+from ftrain.chaos.orders import order, taken_at, withdraw
 from tests.checks import check_history, check_nothing_left, check_replicas_agree
-from tests.orders import order
+from tests.network import network_run
 from tests.runs import Run, running
 
 WORKERS = 4
@@ -74,14 +75,8 @@ def ordered(
 
 def taken(run: Run, path: Path) -> float:
     """Waits until an order is taken; returns when."""
-
-    def read() -> str:
-        files = list(path.parent.glob(f"{path.name}.taken-*"))
-        return "".join(f.read_text() for f in files)
-
-    t = float(run.wait_until(f"{path.name} is taken", read))
-    for file in path.parent.glob(f"{path.name}.taken-*"):
-        file.unlink()
+    t = run.wait_until(f"{path.name} is taken", lambda: taken_at(path))
+    withdraw(path)
     return t
 
 
@@ -211,14 +206,13 @@ def measure(run: Run, fault: str, draw: random.Random) -> float:
 @contextlib.contextmanager
 def live_run(run_dir: Path) -> Iterator[Run]:
     """With a network of its own, where the machine allows that."""
+    sets = ["trainer=tests/trainers.py:Ordered", *CONFIG]
     if network.why_not():
         print(f"without faults of the network: {network.why_not()}")
-        sets = ["trainer=tests/trainers.py:Ordered", *CONFIG]
         with running("tests/paced.yaml", run_dir, *sets) as run:
             yield run
     else:
-        sets = ["trainer=tests/networked.py:Ordered", *CONFIG]
-        with network.network_run("tests/paced.yaml", run_dir, *sets) as run:
+        with network_run("tests/paced.yaml", run_dir, *sets) as run:
             yield run
 
 

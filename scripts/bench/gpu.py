@@ -280,15 +280,51 @@ def large() -> dict:
         check_each_step_once(run, run.metrics()[-1]["step"])
         check_nothing_left(run)
         synced = [e for e in run.events("state_synced") if e["step"] > 0]
+        spent = run.events("time_spent")
         return {
             "exit": code,
             **first,
+            "phases_ms": per_step_ms(spent[len(spent) // 2]) if spent else {},
+            "views_s": [(e["workers"], e["seconds"], e["sync_s"]) for e in run.events(VIEW)],
             "memory_mib": used,
             "sync_gb_per_s": [e["bytes"] / e["seconds"] / 1e9 for e in synced],
             "state_bytes": synced[0]["bytes"],
             "rows": rows,
             "save_s": [e["seconds"] for e in run.events("checkpoint_saved")],
         }
+
+
+VIEW = "view_changed"
+
+
+def per_step_ms(spent: dict) -> dict:
+    """Where a step's time goes, in the lowest worker."""
+    return {phase: 1000 * s / spent["steps"] for phase, s in spent["seconds"].items()}
+
+
+@part(200)
+def large_reproducible() -> dict:
+    """One GPU undisturbed, and two with a kill: equal bits, and what a step costs."""
+    steps, sets = (
+        60,
+        ["reduction=reproducible", "checkpoint.every_steps=0", "digest_every_steps=10"],
+    )
+    digests, out = {}, {}
+    for workers in (1, 2):
+        on = [f"cluster.workers={workers}", ON_TWO[1]]
+        with run_of(f"reproducible-{workers}", LARGE, f"steps={steps}", *sets, on=on) as run:
+            if workers == 2:
+                run.wait_for_step(20)
+                seen = len(run.events())
+                run.kill(1)
+                run.wait_back(1, seen)
+            assert run.finish(150) == 0, run.output
+            digests[workers] = {m["step"]: m.get("digest") for m in run.metrics()}
+            out[f"{workers}.step_ms"] = started(run)["step_ms"]
+            out[f"{workers}.losses"] = [m["loss"] for m in run.metrics()][-3:]
+            members = {tuple(m["workers"]) for m in run.metrics()}
+            out[f"{workers}.views"] = sorted(members)
+    return {**out, "equal": digests[1] == digests[2], "digest": digests[1][steps]}
 
 
 @part(100)

@@ -64,7 +64,7 @@ def work(arguments: argparse.Namespace) -> None:
 
     from ftrain.config import load_config
     from ftrain.data import Source
-    from ftrain.step import as_init
+    from ftrain.initial import as_init
     from ftrain.user_code import load_trainer
 
     config = load_config(arguments.config, arguments.set)

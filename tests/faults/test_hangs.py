@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
+from ftrain.chaos.orders import order
 from tests.checks import check_each_step_once, check_nothing_left, check_replicas_agree
-from tests.orders import order
 from tests.runs import Run, running
 
 HANG_TIMEOUT_S = 3

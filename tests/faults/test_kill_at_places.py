@@ -56,7 +56,7 @@ def test_a_rejoiner_that_dies_on_its_way_holds_nobody_up(tmp_path, where):
         ("ftrain.loop:StepLoop._commit", 0, 30),  # the barrier has spoken, this one has not heard
         ("ftrain.evaluation:Evaluation.part", 1, 2),  # in an evaluation
         ("ftrain.membership:Members.set_finished", 0, 1),  # saved, and nobody knows
-        ("ftrain.checkpoint:write_checkpoint", 0, 1),  # in the last checkpoint
+        ("ftrain.saving:Saving._take", 0, 1),  # in the last snapshot
     ],
 )
 def test_a_death_inside_a_block_commits_all_or_nothing(tmp_path, where, worker, call):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ftrain.chaos.orders import order
 from tests.checks import check_each_step_once, check_nothing_left, check_replicas_agree
-from tests.orders import order
 from tests.runs import running
 
 TRAINERS = "trainer=tests/trainers.py:"

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests import network
+from ftrain.chaos import network
 from tests.checks import (
     check_deaths_explained,
     check_each_step_once,
     check_nothing_left,
     check_replicas_agree,
 )
-from tests.network import network_run
+from tests.network import delay_coordinator, delay_data, network_run, seconds_since
 from tests.runs import Run
 
 CONFIG = "tests/networked.yaml"  # heartbeat_timeout_s 2, hang_timeout_s 3
@@ -161,7 +161,7 @@ def test_a_cut_shorter_than_the_timeouts_costs_its_time_alone(tmp_path):
         run.wait_for_step(20)
         t = network.cut_coordinator(run, 2)
         # Not a wait for an event: the fault has a length.
-        run.wait_until("three seconds of it", lambda: network.seconds_since(t) > 3)
+        run.wait_until("three seconds of it", lambda: seconds_since(t) > 3)
         network.heal(run)
         finish_in_one_history(run, 150, dead=[])
 
@@ -183,7 +183,7 @@ def test_lost_packets_cost_time_alone(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [network.delay_coordinator, network.delay_data])
+@pytest.mark.parametrize("fault", [delay_coordinator, delay_data])
 def test_delays_and_stalls_cost_time_alone(tmp_path, fault):
     """200 ms each way, and one second more for every twentieth piece of data."""
     with network_run(

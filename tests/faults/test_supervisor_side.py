@@ -6,6 +6,8 @@ import os
 import signal
 import time
 
+import pytest
+
 from tests.checks import check_each_step_once, check_nothing_left
 from tests.runs import is_alive, running
 
@@ -13,24 +15,38 @@ from tests.runs import is_alive, running
 def test_coordinator_death_restarts_all_from_the_newest_checkpoint(tmp_path):
     """All workers come back with the saved state; nothing starts over silently."""
     with running(
-        "tests/paced.yaml", tmp_path / "run", "steps=200", "checkpoint.every_steps=25"
+        "tests/paced.yaml", tmp_path / "run", "steps=300", "checkpoint.every_steps=25"
     ) as run:
-        run.wait_for_event("checkpoint_saved", step=50)
+        saved = run.wait_for_event("checkpoint_saved")
         os.kill(run.events("coordinator_started")[-1]["pid"], signal.SIGKILL)
         restored = run.wait_for_event("checkpoint_restored")
-        assert restored["step"] >= 50
+        assert restored["step"] >= saved["step"]
         assert run.finish() == 0
-        assert sorted({m["step"] for m in run.metrics()}) == list(range(1, 201))
+        assert sorted({m["step"] for m in run.metrics()}) == list(range(1, 301))
         assert run.events("coordinator_exited")[0]["signal"] == "SIGKILL"
         assert "the coordinator died of SIGKILL" in run.output
         check_nothing_left(run)
 
 
+@pytest.mark.slow
+def test_a_coordinator_that_is_stopped_is_replaced(tmp_path):
+    """Its workers end, since it does not answer; it would never acknowledge their fences."""
+    sets = ["cluster.heartbeat_timeout_s=2", "checkpoint.every_steps=25", "steps=200"]
+    with running("tests/paced.yaml", tmp_path / "run", *sets) as run:
+        run.wait_for_event("checkpoint_saved", step=50)
+        os.kill(run.events("coordinator_started")[0]["pid"], signal.SIGSTOP)
+        assert run.finish() == 0
+        assert run.events("coordinator_exited")[0]["signal"] == "SIGKILL"
+        assert "the coordinator has not acknowledged a fence for 10 s" in run.output
+        assert sorted({m["step"] for m in run.metrics()}) == list(range(1, 201))
+        check_nothing_left(run)
+
+
 def test_supervisor_death_leaves_no_process_and_the_same_command_continues(tmp_path):
     """After its SIGKILL, workers, coordinator and what user code forked are gone; a rerun works."""
-    sets = ["trainer=tests/trainers.py:Forks", "steps=200", "checkpoint.every_steps=20"]
+    sets = ["trainer=tests/trainers.py:Forks", "steps=300", "checkpoint.every_steps=20"]
     with running("tests/paced.yaml", tmp_path / "run", *sets) as run:
-        run.wait_for_event("checkpoint_saved", step=20)
+        run.wait_for_event("checkpoint_saved")
         logs = [(run.run_dir / "logs" / f"worker-{w}.log").read_text() for w in range(4)]
         forked = [int(log.split("forked ")[1].split()[0]) for log in logs]
         assert all(is_alive(pid) for pid in forked)
@@ -42,7 +58,7 @@ def test_supervisor_death_leaves_no_process_and_the_same_command_continues(tmp_p
         assert run.processes() == [] and not any(map(is_alive, forked))
     with running("tests/paced.yaml", tmp_path / "run", *sets) as run:
         assert run.finish() == 0
-        assert sorted({m["step"] for m in run.metrics()}) == list(range(1, 201))
+        assert sorted({m["step"] for m in run.metrics()}) == list(range(1, 301))
 
 
 def test_rerun_right_after_the_supervisor_was_killed_waits_for_its_remains(tmp_path):

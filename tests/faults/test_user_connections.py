@@ -5,8 +5,8 @@ from __future__ import annotations
 import socketserver
 import threading
 
+from ftrain.chaos.orders import order
 from tests.checks import check_each_step_once, check_replicas_agree
-from tests.orders import order
 from tests.runs import running
 
 CANCELLATIONS = 20

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ftrain.checkpoints_table import Entry, age_text, as_json, entries, size_text, table
+from ftrain.checkpoints import Entry, age_text, as_json, entries, size_text, table
 from ftrain.cli import main
 from ftrain.errors import ConfigError
 from tests.runs import REPOSITORY, environment

@@ -1,7 +1,7 @@
 """What the doctor has done in a process of its own, since its own may not import jax.
 
-python -m ftrain.probe devices PLATFORM         prints the devices, as JSON
-python -m ftrain.probe sum ADDRESS I PLATFORM   is one of two workers; prints a sum over both
+python -m ftrain.doctor.probe devices PLATFORM         prints the devices, as JSON
+python -m ftrain.doctor.probe sum ADDRESS I PLATFORM   is one of two workers; prints a sum over both
 """
 
 from __future__ import annotations

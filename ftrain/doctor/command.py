@@ -13,11 +13,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 
-from ftrain import device_checks, host_checks, network_checks
 from ftrain.config import Config, load_config
+from ftrain.doctor import devices, host, network
+from ftrain.doctor.finding import Finding
 from ftrain.environment import resolve_platform, visible_gpus, worker_environment
 from ftrain.errors import EXIT_DEFECT, EXIT_OK, ConfigError
-from ftrain.finding import Finding
 from ftrain.placement import Placement, add_flags, find_placement
 from ftrain.user_code import find_base
 
@@ -74,22 +74,22 @@ def _checks(
     nodes = 1 if placement is None else placement.nodes
     hosts = [] if placement is None else [placement.coordinator_host]
     checks: list[Check] = [
-        host_checks.versions,
-        lambda: device_checks.devices(env, platform),
-        lambda: network_checks.own_name(nodes),
-        network_checks.loopback,
-        lambda: network_checks.proxies(os.environ, hosts),
-        host_checks.shared_memory,
-        lambda: host_checks.descriptors(config.cluster.workers),
-        host_checks.clock,
-        lambda: host_checks.run_directory(config.run_dir),
+        host.versions,
+        lambda: devices.devices(env, platform),
+        lambda: network.own_name(nodes),
+        network.loopback,
+        lambda: network.proxies(os.environ, hosts),
+        host.shared_memory,
+        lambda: host.descriptors(config.cluster.workers),
+        host.clock,
+        lambda: host.run_directory(config.run_dir),
     ]
     if placement is not None:
-        checks.append(lambda: network_checks.head(placement))
+        checks.append(lambda: network.head(placement))
     # With two GPUs at hand two workers can meet on them; NCCL refuses two on one.
     meeting = platform if platform == "cpu" or len(visible_gpus(env)) > 1 else "cpu"
     meeting_env = env if meeting == platform else worker_environment(config, meeting, os.environ)
-    checks.append(lambda: device_checks.sum_of_two(meeting_env, meeting))
+    checks.append(lambda: devices.sum_of_two(meeting_env, meeting))
     return checks
 
 

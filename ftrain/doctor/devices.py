@@ -12,8 +12,8 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 
+from ftrain.doctor.finding import Finding
 from ftrain.environment import own_environment, visible_gpus
-from ftrain.finding import Finding
 
 DEVICES_S = 60.0
 SUM_S = 60.0
@@ -118,7 +118,7 @@ def _coordinator(env: Mapping[str, str], platform: str) -> Iterator[tuple[str, s
 @contextlib.contextmanager
 def _probe(env: Mapping[str, str], *argv: str) -> Iterator[subprocess.Popen]:
     with subprocess.Popen(
-        [sys.executable, "-m", "ftrain.probe", *argv],
+        [sys.executable, "-m", "ftrain.doctor.probe", *argv],
         env=dict(env),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

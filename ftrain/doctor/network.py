@@ -14,9 +14,9 @@ from ftrain.addresses import (
     resolve,
     system_resolver,
 )
+from ftrain.doctor.finding import Finding
 from ftrain.endpoint import Endpoint, is_loopback
 from ftrain.errors import AddressError
-from ftrain.finding import Finding
 from ftrain.placement import Placement
 
 PORT_RANGE = "/proc/sys/net/ipv4/ip_local_port_range"

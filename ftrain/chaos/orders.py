@@ -1,8 +1,9 @@
 """Faults to order in workers of a live run: at a phase of the protocol, in one worker or in any.
 
-A test places an order in the run directory; the trainer `Ordered` makes each of its processes look
-for one at every change of phase (`beat.PHASES`) and in its data set. Whoever takes an order commits
-the fault at that place, as itself: no signal from outside hits such a place.
+An order is placed in the run's folder. Under `ftrain chaos`, or with a trainer that calls
+`obey_at_phases`, each worker process looks for one at every change of phase (`beat.PHASES`).
+Whoever takes it commits the fault at that place, as itself: no signal from outside hits such a
+place.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
-
-import jax
 
 from ftrain.beat import Beat
 from ftrain.errors import AttemptFailedError
 
 ANYBODY = "any"
+_loops: list[Any] = []  # this process's step loop, once it runs
 
 
 def order(
@@ -32,7 +33,7 @@ def order(
     Args:
       run_dir: the run's folder; need not exist yet.
       fault: a name of `FAULTS`.
-      at: a phase, or "dataset": in the thread that reads samples.
+      at: a phase, or another place where the trainer calls `obey`.
       worker: which one, or whoever comes first.
       options: for the fault; `incarnation` restricts who takes it, `after_step` from when on.
     """
@@ -45,15 +46,35 @@ def order(
     return path
 
 
+def taken_at(path: Path) -> float | None:
+    """When an order was taken (unix seconds), or None: then it is still there."""
+    for file in path.parent.glob(f"{path.name}.taken-*"):
+        with contextlib.suppress(ValueError):  # renamed, and not yet written
+            return float(file.read_text())
+    return None
+
+
+def withdraw(path: Path) -> None:
+    """Takes an order back, and what is left of one that was taken."""
+    for file in (path, *path.parent.glob(f"{path.name}.taken-*")):
+        file.unlink(missing_ok=True)
+
+
 def obey_at_phases() -> None:
     """Makes this process take orders at every phase that it enters from now on."""
-    enter = Beat.phase
+    from ftrain.loop import StepLoop
+
+    enter, run = Beat.phase, StepLoop.run
 
     def phase(self: Beat, name: str) -> None:
         enter(self, name)
         obey(name, self.step)
 
-    Beat.phase = phase
+    def remember(self: StepLoop, *arguments: Any) -> None:
+        _loops[:] = [self]
+        run(self, *arguments)
+
+    Beat.phase, StepLoop.run = phase, remember
     obey("start")  # where it is already
 
 
@@ -74,21 +95,56 @@ def obey(place: str, step: int = -1) -> None:
             me = int(os.environ["FTRAIN_INCARNATION"])
             if told.get("incarnation", me) != me or told.get("after_step", -1) > step:
                 continue
-            taken = folder / f"{path.name}.taken-{os.environ['FTRAIN_WORKER_ID']}"
-            path.rename(taken)
-            taken.write_text(str(time.time()))
+            mine = os.environ["FTRAIN_WORKER_ID"]
+            claimed = path.rename(folder / f"{path.name}.claimed-{mine}")
+            claimed.write_text(str(time.time()))
+            claimed.rename(folder / f"{path.name}.taken-{mine}")
             FAULTS[told["fault"]](told)
 
 
-def _signal(number: int) -> Any:
+def flip_bit(array: Any) -> Any:
+    """A copy of a floating array with one bit flipped in one value that is not zero.
+
+    The highest of the mantissa's bits: seen in any sum, and never a nan.
+    """
+    import jax.numpy as jnp
+    import numpy as np
+
+    flipped = np.array(array)
+    bits = flipped.reshape(-1).view(f"u{flipped.dtype.itemsize}")
+    bits[np.argmax(np.abs(flipped.astype(np.float64)))] ^= 1 << (jnp.finfo(flipped.dtype).nmant - 1)
+    return flipped
+
+
+def _flip(told: dict[str, Any]) -> None:
+    """One bit of this worker's committed state, in a leaf of the parameters."""
+    import jax
+    import jax.numpy as jnp
+
+    loop = _loops[0]
+    leaves = list(loop.state.leaves)
+    i = next(i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating) and x.any())
+    leaves[i] = jax.device_put(flip_bit(leaves[i]), leaves[i].sharding)
+    loop.state = loop.state._replace(leaves=leaves)
+
+
+def _signal(number: int) -> Callable[[dict[str, Any]], None]:
     return lambda told: os.kill(os.getpid(), number)
 
 
-def _raise(error: BaseException) -> Any:
+def _raise(error: BaseException) -> Callable[[dict[str, Any]], NoReturn]:
     def fault(told: dict[str, Any]) -> NoReturn:
         raise error
 
     return fault
+
+
+def _device_memory(told: dict[str, Any]) -> NoReturn:
+    import jax
+
+    raise jax.errors.JaxRuntimeError(
+        "RESOURCE_EXHAUSTED: Out of memory allocating 8589934592 bytes"
+    )
 
 
 def _segfault(told: dict[str, Any]) -> None:
@@ -101,6 +157,7 @@ def _spin(told: dict[str, Any]) -> None:
 
 def _device(told: dict[str, Any]) -> None:
     """A device program that does not end."""
+    import jax
 
     def wait(x: Any) -> Any:
         time.sleep(3600)
@@ -115,7 +172,7 @@ def _kill_coordinator(told: dict[str, Any]) -> None:
     time.sleep(3600)  # its own end comes with that
 
 
-FAULTS = {
+FAULTS: dict[str, Callable[[dict[str, Any]], None]] = {
     "kill": _signal(signal.SIGKILL),
     "stop": _signal(signal.SIGSTOP),
     "segfault": _segfault,
@@ -125,13 +182,12 @@ FAULTS = {
     "exit": _raise(SystemExit(0)),
     "interrupt": _raise(KeyboardInterrupt()),
     "memory": _raise(MemoryError("cannot allocate 8 GiB")),
-    "device_memory": _raise(
-        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8589934592 bytes")
-    ),
+    "device_memory": _device_memory,
     "bug": _raise(RuntimeError("a bug of the user's")),
     "attempt": _raise(AttemptFailedError("ordered")),
     "sleep": lambda told: time.sleep(told["seconds"]),
     "spin": _spin,
     "device": _device,
     "coordinator": _kill_coordinator,
+    "flip": _flip,
 }

@@ -7,15 +7,19 @@ digest; only then jax is imported.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import json
 import os
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ftrain.errors import CheckpointUnreadableError, ConfigError
+from ftrain.config import read_resolved
+from ftrain.errors import EXIT_GAVE_UP, EXIT_OK, CheckpointUnreadableError, ConfigError
+from ftrain.memory_tier import memory_folders, snapshots_in
 
 # What Orbax 0.12 leaves in a folder that it has written to the end; `d` holds the arrays.
 PARTS = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "d")
@@ -27,7 +31,7 @@ class Entry:
     """One checkpoint, or what is left of one."""
 
     step: int
-    tier: str  # where it lies: disk
+    tier: str  # where it lies: disk or memory
     path: str
     size: int  # bytes
     t: float  # when it was written, unix seconds
@@ -50,7 +54,7 @@ def entries(run_dir: str, *, verify: bool = False) -> list[Entry]:
     if not (folder / "checkpoints").is_dir() and not (folder / "events.jsonl").is_file():
         what = "is not there" if not folder.exists() else "is no run's folder"
         raise ConfigError(f"{run_dir} {what}; give the run_dir of a run")
-    found = list(_on_disk(folder / "checkpoints"))
+    found = [*_on_disk(folder / "checkpoints"), *_in_memory(folder)]
     if verify:
         found = [_verified(e) if e.is_good else e for e in found]
     return sorted(found, key=lambda e: (e.step, e.t), reverse=True)
@@ -79,11 +83,13 @@ def as_json(found: Sequence[Entry], now: float) -> str:
     return json.dumps(rows, indent=1) + "\n"
 
 
-def show(run_dir: str, *, verify: bool, as_lines: bool, write: Callable[[str], object]) -> bool:
-    """Prints the list; tells whether every entry is good."""
-    found, now = entries(run_dir, verify=verify), time.time()
-    write(table(found, now) if as_lines else as_json(found, now))
-    return all(e.is_good for e in found)
+def main(arguments: argparse.Namespace) -> int:
+    """Prints the list; 3 if one was read and is not good."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # to read takes no accelerator, and none from a run
+    found, now = entries(arguments.run_dir, verify=arguments.verify), time.time()
+    sys.stdout.write(as_json(found, now) if arguments.json else table(found, now))
+    all_good = all(e.is_good for e in found)
+    return EXIT_OK if all_good or not arguments.verify else EXIT_GAVE_UP
 
 
 def size_text(size: float) -> str:
@@ -128,11 +134,23 @@ def _looks(path: Path) -> tuple[str, str]:
     return ("torn", "; ".join(told)) if told else ("committed", "")
 
 
-def _verified(entry: Entry) -> Entry:
-    from ftrain.checkpoint import read_checkpoint
+def _in_memory(folder: Path) -> Iterator[Entry]:
+    """The snapshots of the run as this host has them."""
+    config = folder / "config.yaml"
+    setting = read_resolved(config).checkpoint.memory_folder if config.is_file() else "auto"
+    for place in memory_folders(str(folder), setting):
+        for step, path in snapshots_in(place):
+            yield Entry(step, "memory", str(path), _size(path), _written(path), "committed")
 
+
+def _verified(entry: Entry) -> Entry:
+    from ftrain.checkpoint import check_digest, read_unchecked
+    from ftrain.snapshots import read_snapshot
+
+    path = Path(entry.path).absolute()
     try:
-        read_checkpoint(Path(entry.path).absolute())
+        meta, arrays = read_unchecked(path) if entry.tier == "disk" else read_snapshot(path)
+        check_digest(path, meta, arrays)
     except CheckpointUnreadableError as error:
         return dataclasses.replace(entry, health="torn", why=error.why)
     return dataclasses.replace(entry, health="verified")

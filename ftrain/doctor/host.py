@@ -13,8 +13,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 
+from ftrain.doctor.finding import Finding, shown_bytes
 from ftrain.errors import ConfigError
-from ftrain.finding import Finding, shown_bytes
 from ftrain.versions import JAX_RULE, check_versions
 
 SHARED_MEMORY = "/dev/shm"

@@ -1,0 +1,239 @@
+"""A worker's part in saving: when a snapshot is due, taking it, and whether the last is durable.
+
+Committed arrays are never changed and no program takes their memory, so the snapshot is written
+from them in a thread while training goes on. On a CPU nothing waits at all; on a GPU the step waits
+for the copy to the host, since holding old arrays would cost device memory. Whoever is lowest in
+the view does this; the saver process (`saver`) writes to disk.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ftrain.checkpoint import meta_of
+from ftrain.errors import told_of
+from ftrain.memory_tier import open_folder
+from ftrain.snapshots import hand_over, keep_newest, write_snapshot
+from ftrain.state import Committed, StateSpec, to_host
+
+if TYPE_CHECKING:
+    from ftrain.config import Checkpoint
+    from ftrain.digests import Digests
+    from ftrain.worker import Control
+
+KEPT = 2  # snapshots
+DUTY = 0.1  # of the time that may go into snapshots nobody asked to have on disk
+RETRY_S = 1.0  # between attempts to save the last state
+
+
+class _Wanted(NamedTuple):
+    state: Committed
+    arrays: list[np.ndarray]
+    digest: Callable[[], bytes]
+    evaluated: int
+    for_disk: bool
+
+
+class Saving:
+    """The snapshots of one worker.
+
+    Args:
+      spec: the state's.
+      digests: of such states.
+      rules: the config's.
+      folder: where snapshots lie.
+      fallback: where they lie if there is no room.
+      run_dir: whose they are.
+      dataset_length: goes into each.
+      patience_s: how long the last save may fail before that is final.
+      report: called from the thread that writes.
+      news: from the supervisor.
+    """
+
+    def __init__(
+        self,
+        spec: StateSpec,
+        digests: Digests,
+        rules: Checkpoint,
+        *,
+        folder: Path,
+        fallback: Path,
+        run_dir: str,
+        dataset_length: int,
+        patience_s: float,
+        report: Callable[..., None],
+        news: Control,
+    ):
+        self._spec, self._digests, self._rules = spec, digests, rules
+        self._folder, self._fallback, self._run_dir = folder, fallback, run_dir
+        self._dataset_length, self._patience_s = dataset_length, patience_s
+        self._report, self._news = report, news
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._next: _Wanted | None = None  # the newest that waits for the thread
+        self._written: list[int] = []  # steps, the last of them last
+        self._disk_step = self._memory_step = -1  # asked for
+        self._disk_at, self._memory_at = time.monotonic(), float("-inf")
+        self._seconds = 0.0  # that the last snapshot took
+        self._last: tuple[Committed, str] | None = None  # a state that is to be the last; digest
+        self._durable = ""  # the digest of a state that is on disk
+        self._failing_since: float | None = None
+        self._opened = False
+
+    def restored(self, step: int, tier: str, digest: str) -> None:
+        """The state came from there: there is nothing to save before the next commit."""
+        self._memory_step = step
+        if tier == "disk":
+            self._disk_step, self._durable = step, digest
+
+    def after_commit(self, state: Committed, evaluated: int) -> None:
+        """Takes a snapshot if one is due. Called on the lowest worker, with committed state.
+
+        Args:
+          state: committed.
+          evaluated: the last step that was evaluated.
+        """
+        now = time.monotonic()
+        if self._disk_due(state.step, now):
+            self._disk_step, self._disk_at = state.step, now
+            self._want(state, evaluated, for_disk=True)
+        elif self._memory_due(state.step, now) and not self._is_busy():
+            self._want(state, evaluated, for_disk=False)
+
+    def _disk_due(self, step: int, now: float) -> bool:
+        if step in (0, self._disk_step):
+            return False
+        by_steps = self._rules.every_steps and step % self._rules.every_steps == 0
+        if self._rules.every_s is None:
+            return bool(by_steps)
+        # All workers hear of each save: whoever is lowest goes on counting from the last.
+        told = self._news.durable()
+        since = max(self._disk_at, told.at if told else 0.0)
+        return bool(by_steps) or now - since >= self._rules.every_s
+
+    def _memory_due(self, step: int, now: float) -> bool:
+        if not self._rules.memory_every_s or step in (0, self._memory_step):
+            return False
+        return now - self._memory_at >= max(self._rules.memory_every_s, self._seconds / DUTY)
+
+    def finish(self, state: Committed, evaluated: int) -> str | None:
+        """Has the last state saved, trying again for a while if that fails. Never waits.
+
+        Returns:
+          "" once it is durable; why it could not be saved; None if that is open yet.
+        """
+        digest = self._digest_of(state)
+        durable, now = self._news.durable(), time.monotonic()
+        if digest == self._durable or (durable is not None and durable.digest == digest):
+            return ""
+        failed = self._news.save_failed()
+        if self._disk_step != state.step:
+            pass  # not asked for yet
+        elif failed is None or failed.digest != digest or failed.at < self._disk_at:
+            return None
+        else:
+            self._failing_since = self._failing_since or failed.at
+            if now - self._failing_since > self._patience_s:
+                return failed.message
+            if now - failed.at < RETRY_S:
+                return None
+        self._disk_step, self._disk_at = state.step, now
+        self._want(state, evaluated, for_disk=True)
+        return None
+
+    def wants_stop(self) -> bool:
+        """Whether the run is to end since a save failed."""
+        if self._rules.on_save_error != "stop":
+            return False
+        failed, durable = self._news.save_failed(), self._news.durable()
+        return failed is not None and (durable is None or durable.at < failed.at)
+
+    def _digest_of(self, state: Committed) -> str:
+        if self._last is None or self._last[0] is not state:
+            self._last = state, self._digests(state).hex()
+        return self._last[1]
+
+    def _is_busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _want(self, state: Committed, evaluated: int, *, for_disk: bool) -> None:
+        arrays = to_host(state.leaves)  # on a CPU the very same memory
+        on_host = all(leaf.device.platform == "cpu" for leaf in state.leaves)
+        if on_host:
+            digest = lambda: self._digests(state)  # noqa: E731
+        else:
+            digest = self._digests.begin(state)  # in the order of the device's work
+        self._memory_step, self._memory_at = state.step, time.monotonic()
+        with self._lock:
+            self._next = _Wanted(state, arrays, digest, evaluated, for_disk)
+            if not self._is_busy():
+                self._thread = threading.Thread(target=self._work, name="snapshot", daemon=True)
+                self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                wanted, self._next = self._next, None
+                if wanted is None:
+                    self._thread = None
+                    return
+            self._take(wanted)
+
+    def _take(self, wanted: _Wanted) -> None:
+        started, step = time.monotonic(), wanted.state.step
+        digest = wanted.digest().hex()
+        meta = meta_of(
+            self._spec,
+            step=step,
+            cursor=wanted.state.cursor,
+            dataset_length=self._dataset_length,
+            evaluated=wanted.evaluated,
+            digest=digest,
+        )
+        try:
+            path = self._write(meta, wanted.arrays)
+            if wanted.for_disk:
+                save = hand_over(path)
+                if not self._rules.memory_every_s:
+                    path.unlink(missing_ok=True)
+                self._report("snapshot", step=step, path=str(save), digest=digest)
+            self._written = [*(s for s in self._written if s != step), step][-KEPT:]
+            keep_newest(path.parent, self._written)
+        except BaseException as error:  # noqa: BLE001  told, and judged by the supervisor
+            self._report(
+                "snapshot_failed",
+                step=step,
+                digest=digest,
+                for_disk=wanted.for_disk,
+                error=told_of(error, self._folder),
+            )
+        self._seconds = time.monotonic() - started
+
+    def _write(self, meta: dict[str, Any], arrays: list[np.ndarray]) -> Path:
+        """In memory, or if that has no room in the run's folder."""
+        try:
+            self._open()
+            return write_snapshot(self._folder, meta, arrays)
+        except OSError as error:
+            if self._folder == self._fallback:
+                raise
+            self._report(
+                "memory_full",
+                folder=str(self._folder),
+                error=told_of(error, self._folder),
+                instead=str(self._fallback),
+            )
+            self._folder, self._opened, self._written = self._fallback, False, []
+        self._open()
+        return write_snapshot(self._folder, meta, arrays)
+
+    def _open(self) -> None:
+        if not self._opened:
+            open_folder(self._folder, self._run_dir)
+            self._opened = True
