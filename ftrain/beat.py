@@ -38,6 +38,7 @@ PHASES = (
     "profile",  # the profiler starts, or stops and writes its trace
 )
 WAITING = frozenset({"barrier", "settle", "sync", "compare", "reduce"})  # a culprit is elsewhere
+COLLECTIVES = frozenset({"sync", "compare", "reduce", "evaluate"})
 UNHURRIED = frozenset(
     {"connect", "compile", "restore", "save", "profile"}
 )  # long without being stuck

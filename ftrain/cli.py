@@ -7,12 +7,13 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ftrain.chaos.command import add_arguments
 from ftrain.config import Config, changed_keys, continue_problems, load_config, read_resolved
@@ -26,9 +27,13 @@ from ftrain.errors import (
     FtrainError,
     told_of,
 )
+from ftrain.placement import Placement, add_flags, find_placement
 from ftrain.pretrained import find_source
 from ftrain.user_code import find_base
 from ftrain.versions import check_versions
+
+if TYPE_CHECKING:
+    from ftrain.meeting_point import MeetingPoint
 
 Option = tuple[str, dict[str, Any]]
 JSON: Option = ("--json", {"action": "store_true", "help": "as JSON, for programs"})
@@ -103,6 +108,13 @@ def _parser() -> argparse.ArgumentParser:
         )
         sub.add_argument("--run-dir", metavar="DIR", help="replace run_dir")
         sub.set_defaults(command=_on_config, action=command)
+        if command is _run:
+            add_flags(sub)
+            sub.add_argument(
+                "--token-file",
+                metavar="FILE",
+                help="by what hosts know one another; default: FTRAIN_TOKEN, else run_dir/token",
+            )
         if command is _chaos:
             add_arguments(sub)
             sub.set_defaults(command=_chaos)
@@ -122,8 +134,11 @@ def _on_config(arguments: argparse.Namespace) -> int:
     for name in (config.trainer, config.run_dir, config.init_from.path, config.compile_cache):
         os.fsencode(name or "")  # what cannot be a file's name here is told by `main`
     base = find_base(config.trainer, arguments.config)
-    platform = resolve_platform(config, os.environ)
+    placement = find_placement(arguments, os.environ) if arguments.action is _run else None
+    platform = resolve_platform(config, os.environ, _workers_here(config, placement))
     worker_environment(config, platform, os.environ)
+    if placement is not None:
+        return _run_hosts(config, base, platform, placement, arguments.token_file)
     return arguments.action(config, base, platform)
 
 
@@ -131,7 +146,27 @@ def _on_run_dir(arguments: argparse.Namespace) -> int:
     return importlib.import_module(arguments.module).main(arguments)
 
 
-def _run(config: Config, base: str, platform: str) -> int:
+def _workers_here(config: Config, placement: Placement | None) -> int | None:
+    """How many workers this host has; None: all."""
+    if placement is None:
+        return None
+    from ftrain.hosts import ids_of
+
+    return len(ids_of(placement.node_rank, placement.nodes, config.cluster.workers))
+
+
+def _run_hosts(
+    config: Config, base: str, platform: str, placement: Placement, token_file: str | None
+) -> int:
+    from ftrain.run_hosts import run_agent, run_head
+
+    if placement.node_rank:
+        return run_agent(config, base, platform, placement, token_file)
+    run = functools.partial(_run, config, base, platform)
+    return run_head(config, placement, token_file, run)
+
+
+def _run(config: Config, base: str, platform: str, meeting: MeetingPoint | None = None) -> int:
     from ftrain.events import EventLog
     from ftrain.retention import Place
     from ftrain.run_lock import RunLock
@@ -172,6 +207,7 @@ def _run(config: Config, base: str, platform: str) -> int:
             screen=screen,
             continues=continues,
             sinks=sinks,
+            meeting=meeting,
         ).run()
     finally:
         screen.close()

@@ -31,6 +31,7 @@ from ftrain.yaml_lines import Document, Path, dump_yaml, is_text, read_document,
 
 _NAME = r"[^\W\d]\w*"  # of any script, as Python takes it
 _TRAINER = rf"^(?:[^:]+\.py|{_NAME}(?:\.{_NAME})*):{_NAME}$"
+HOST_OWN_KEYS = frozenset({"run_dir", "compile_cache"})  # where each host keeps what it has
 _INT32 = 2**31 - 1  # the step is an int32 on the device
 
 

@@ -16,13 +16,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 
 from jaxlib import _jax
+
+from ftrain.undertaker import end_groups, ignore_signals, take_group
 
 TOPOLOGY = {"cpu": "cpu:global_topology/cpu", "gpu": "cuda:global_topology/cuda"}
 TOPOLOGY_COPY = "ftrain/topology"
@@ -31,19 +33,28 @@ TOPOLOGY_COPY = "ftrain/topology"
 class Coordinator:
     """The service and the fences it executes."""
 
-    def __init__(self, workers: int, platform: str, heartbeat_timeout_s: float):
+    def __init__(
+        self,
+        workers: int,
+        platform: str,
+        heartbeat_timeout_s: float,
+        host: str = "127.0.0.1",
+        ports: Sequence[int] = (0,),
+    ):
         self._workers, self._platform = workers, platform
         self._heartbeat_timeout_s = max(1, int(heartbeat_timeout_s))
-        self.address, self._service = self._serve()
+        self.address, self._service = self._serve(host, ports)
         self._clerk = self._open()  # our own task: for the store, and for releasing waiters
 
-    def _serve(self):
-        """Starts the service on a free loopback port; another program may take it first."""
-        for attempt in range(20):
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                address = f"127.0.0.1:{probe.getsockname()[1]}"
+    def _serve(self, host: str, ports: Sequence[int]):
+        """Starts the service on the first of `ports` that is free there; 0 is any.
+
+        Another program may take a free one first.
+        """
+        last = None
+        for port in [p for given in ports for p in ([given] if given else [0] * 20)]:
             try:
+                address = _free_address(host, port)
                 return address, _jax.get_distributed_runtime_service(
                     address,
                     2 * self._workers
@@ -52,10 +63,9 @@ class Coordinator:
                     shutdown_timeout=2,
                     recoverable=True,
                 )
-            except _jax.JaxRuntimeError:
-                if attempt == 19:
-                    raise
-        raise AssertionError("unreachable")
+            except (_jax.JaxRuntimeError, OSError) as error:
+                last = error
+        raise last
 
     def _client(self, task: int):
         return _jax.get_distributed_runtime_client(
@@ -147,18 +157,20 @@ class Coordinator:
             self._clerk.key_value_set_bytes(TOPOLOGY[self._platform], copy, allow_overwrite=True)
 
 
-def _end_groups(groups: set[int]) -> None:
-    for group in groups:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(group, signal.SIGKILL)
+def _free_address(host: str, port: int) -> str:
+    """HOST:PORT that nobody listens on; an IPv6 address in brackets."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
+        free = probe.getsockname()[1]
+    return f"[{host}]:{free}" if ":" in host else f"{host}:{free}"
 
 
 def main(argv: list[str]) -> None:
-    """`python -m ftrain.coordinator CONTROL_FD WORKERS PLATFORM HEARTBEAT_TIMEOUT_S`."""
-    # Ctrl-C and a group's SIGTERM reach us too; the supervisor decides when we end.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    coordinator = Coordinator(int(argv[1]), argv[2], float(argv[3]))
+    """`python -m ftrain.coordinator CONTROL_FD WORKERS PLATFORM HEARTBEAT_S HOST PORT...`."""
+    ignore_signals()
+    ports = [int(port) for port in argv[5:]]
+    coordinator = Coordinator(int(argv[1]), argv[2], float(argv[3]), argv[4], ports)
     sys.stdout.write(f"ready {coordinator.address}\n")
     sys.stdout.flush()
     groups: set[int] = set()
@@ -168,11 +180,9 @@ def main(argv: list[str]) -> None:
                 coordinator.fence(int(worker))
                 sys.stdout.write(f"fenced {worker}\n")
                 sys.stdout.flush()
-            case ["group", pgid]:
-                groups.add(int(pgid))
-            case ["group", pgid, "-"]:
-                groups.discard(int(pgid))
-    _end_groups(groups)
+            case words:
+                take_group(words, groups)
+    end_groups(groups)
     os._exit(0)
 
 

@@ -142,6 +142,7 @@ def main() -> int:
         config=config.to_json(),
         worker=0,
         address=coordinator.address,
+        host="127.0.0.1",
         platform=sys.argv[3],
         base=sys.argv[2],
         memory=[str(fallback_folder(config.run_dir))],

@@ -27,20 +27,29 @@ REPRODUCIBLE_GPU_FLAGS = {
 }
 
 
-def resolve_platform(config: Config, environ: Mapping[str, str]) -> str:
+def resolve_platform(
+    config: Config, environ: Mapping[str, str], workers_here: int | None = None
+) -> str:
     """`cpu` or `gpu`; `auto` is the GPU where there is one and JAX has its plugin.
 
+    Args:
+      config: the run's.
+      environ: this process's environment.
+      workers_here: how many of the workers this host has, if not all.
+
     Raises:
-      ConfigError: more workers than GPUs.
+      ConfigError: more workers here than GPUs.
     """
+    workers = config.cluster.workers if workers_here is None else workers_here
     gpus = len(visible_gpus(environ))
     wanted = config.cluster.platform
     if wanted == "auto":
         plugin = any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13))
         wanted = "gpu" if gpus and plugin else "cpu"
-    if wanted == "gpu" and config.cluster.workers > gpus:
+    if wanted == "gpu" and workers > gpus:
+        here = "" if workers_here is None else f", {workers} of them on this host"
         raise ConfigError(
-            f"cluster.workers={config.cluster.workers}, and {gpus} GPUs are there for it "
+            f"cluster.workers={config.cluster.workers}{here}, and {gpus} GPUs are there for it "
             "(CUDA_VISIBLE_DEVICES, or the machine's); each worker takes one: lower workers, or "
             "set platform: cpu"
         )
@@ -98,14 +107,22 @@ def direct_grpc(environ: Mapping[str, str], hosts: Sequence[str] = ()) -> dict[s
 
 
 def own_environment(
-    env: Mapping[str, str], platform: str, worker: int, incarnation: int
+    env: Mapping[str, str], platform: str, worker: int, incarnation: int, place: int | None = None
 ) -> dict[str, str]:
-    """What differs from `worker_environment` in the environment of one worker process."""
+    """What differs from `worker_environment` in the environment of one worker process.
+
+    Args:
+      env: what `worker_environment` made.
+      platform: `cpu` or `gpu`.
+      worker: its id.
+      incarnation: counted from 0.
+      place: of the worker among those of its host, from 0; its id if there is one host.
+    """
     own = {"FTRAIN_WORKER_ID": str(worker), "FTRAIN_INCARNATION": str(incarnation)}
     if platform == "gpu":
         gpus = visible_gpus(env)
-        own["CUDA_VISIBLE_DEVICES"] = gpus[worker]
-        if gpus.count(gpus[worker]) > 1:
+        gpu = own["CUDA_VISIBLE_DEVICES"] = gpus[worker if place is None else place]
+        if gpus.count(gpu) > 1:
             # Workers may share a GPU (CUDA_VISIBLE_DEVICES=0,0), to try things out. NCCL refuses
             # two ranks on one GPU of one host (2.28): as if on other hosts they go by the network.
             own["NCCL_HOSTID"] = f"ftrain-{worker}"

@@ -31,6 +31,8 @@ Every event has `t` (unix seconds, of the fact itself), `event`, and where it ap
     replicas_differ{step,digests}          by worker; the one that is not like most is replaced
     digest_agreed{step,workers,digest}     every worker that reported the step has these bits
     hang_detected{worker,phase,seconds}    unreachable: the workers it cannot reach, if it is that
+    host_joined{host,name,address,workers} of a run over several: its agent is there, nothing runs
+    host_lost{host,name,reason,workers}    its workers count as dead; worker_started has `host` too
     worker_quarantined{worker,seconds}     tried again after that long, while the others train
     fault_injected{kind,worker,step}       by `ftrain chaos`; place, from, seconds where there are
     stop_requested{signal}

@@ -175,7 +175,8 @@ def _came_back(
     started = next((e.t for e in mine if e.name == "worker_started"), None)
     ended = next((e.t for e in mine if e.name == "worker_exited"), session.last_t)
     trained = any(c.t > recovery.t + backoff_max_s + start_s for c in session.commits[-1:])
-    if started is None and trained and not _stopping(session):
+    away = _is_away(session, recovery.worker)
+    if started is None and trained and not away and not _stopping(session):
         yield _slow(
             f"worker {recovery.worker} was not started again in "
             f"{session.last_t - recovery.t:.1f} s; restart.backoff_max_s={backoff_max_s:g}",
@@ -187,6 +188,12 @@ def _came_back(
             f"{ended - started:.1f} s; bound: {start_s:.1f} s",
             recovery,
         )
+
+
+def _is_away(session: Session, worker: int) -> bool:
+    """Whether its host is lost and nobody has taken that one's rank."""
+    hosts = [e for e in session.named("host_lost", "host_joined") if worker in e["workers"]]
+    return bool(hosts) and hosts[-1].name == "host_lost"
 
 
 def _stopping(session: Session) -> bool:

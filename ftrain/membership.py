@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,7 +33,6 @@ FINISHED = "ftrain/run/finished"
 LINEAGE = "ftrain/run/lineage"
 RECORDS = "ftrain/record/"  # by fingerprint
 HOLDERS = "ftrain/identity/"  # by worker; the coordinator takes a key away when it fences
-LOOPBACK = b"\x7f\x00\x00\x01"  # in gloo's address of a member, behind the port's two bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,12 +321,10 @@ class Members:
         if self._runtime.cancels_by_incarnation:
             return  # NCCL's is keyed by incarnations, which will be others
         group = dict(self._store.key_value_dir_get_bytes(self._gloo_group))
-        mine = next(iter(group.values()), None)
-        where = -1 if mine is None else mine.find(LOOPBACK)
-        if where < 0:
+        known = next(iter(group.values()), None)
+        if known is None:
             return  # nobody has got so far
-        # A sockaddr_in in the middle (jaxlib 0.10.2, 0.12.0.1); port 1 refuses connections.
-        nowhere = mine[: where - 2] + (1).to_bytes(2, "big") + mine[where:]
+        nowhere = address_of_nobody(known)
         for rank in range(self._gloo_group.count(",") + 1):
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # it is there
                 self._store.key_value_set_bytes(f"{self._gloo_group}{rank}", nowhere)
@@ -410,6 +408,23 @@ class Members:
         """The fingerprints of those who have said `holds_state` and live."""
         rows = self._store.key_value_dir_get(HOLDERS)
         return {int(name.rsplit("/", 1)[1]): fingerprint for name, fingerprint in rows}
+
+
+def address_of_nobody(address: bytes) -> bytes:
+    """A member's address as gloo publishes it, changed to one that refuses connections at once.
+
+    The length of the host's name, the name, the length of the rest, and a sockaddr of IPv4 or IPv6
+    (jaxlib 0.10.2, 0.12.0.1), which becomes port 1 of loopback: a member's own host may be lost,
+    and connecting to it would wait.
+    """
+    start = 16 + int.from_bytes(address[:8], "little")
+    family = int.from_bytes(address[start : start + 2], "little")
+    if family == socket.AF_INET:
+        at, own = start + 4, socket.inet_pton(socket.AF_INET, "127.0.0.1")
+    else:
+        at, own = start + 8, socket.inet_pton(socket.AF_INET6, "::1")
+    port = address[: start + 2] + (1).to_bytes(2, "big") + address[start + 4 : at]
+    return port + own + address[at + len(own) :]
 
 
 @contextlib.contextmanager

@@ -11,6 +11,8 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from ftrain.tcp_sockets import TcpSocket, tcp_sockets
+
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -99,6 +101,15 @@ class Child:
         """Whether the kernel has stopped it, by SIGSTOP or a debugger."""
         with open(f"/proc/{self.pid}/stat") as file:
             return file.read().rsplit(")", 1)[1].split()[0] in "Tt"
+
+    def signal(self, number: int) -> None:
+        """Sends it a signal."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def sockets(self) -> list[TcpSocket]:
+        """Its TCP connections."""
+        return list(tcp_sockets(self.pid).values())
 
     def kill(self) -> None:
         """SIGKILL to it and to all in its process group, stopped or not."""

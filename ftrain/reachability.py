@@ -10,34 +10,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ftrain.tcp_sockets import TcpSocket, tcp_sockets
+from ftrain.tcp_sockets import TcpSocket
 
 RESENT = 2  # times: at 0.6 s on a short way; a single loss gets through at the first
 
 
-def broken_pairs(pids: Mapping[int, int]) -> set[tuple[int, int]]:
+def pairs_without_answer(sockets: Mapping[int, list[TcpSocket]]) -> set[tuple[int, int]]:
     """The pairs of workers of which one sends to the other and gets no acknowledgement.
 
     Args:
-      pids: worker -> process, all on this host.
+      sockets: of each worker, on whatever host.
 
     Returns:
       Pairs of ids, the lower first.
     """
-    return pairs_without_answer({w: list(tcp_sockets(pid).values()) for w, pid in pids.items()})
-
-
-def pairs_without_answer(sockets: Mapping[int, list[TcpSocket]]) -> set[tuple[int, int]]:
-    """As `broken_pairs`, from the sockets of each worker."""
-    listener = {s.local_port: w for w, own in sockets.items() for s in own if s.listens}
-    # The far end of a connection is the socket with the same two ports, the other way round.
-    end = {
-        (s.local_port, s.peer_port): w for w, own in sockets.items() for s in own if not s.listens
-    }
+    listener = {s.local: w for w, own in sockets.items() for s in own if s.listens}
+    # The far end of a connection is the socket with the same two ends, the other way round.
+    end = {(s.local, s.peer): w for w, own in sockets.items() for s in own if not s.listens}
     pairs = set()
     for worker, own in sockets.items():
         for s in own:
-            peer = end.get((s.peer_port, s.local_port), listener.get(s.peer_port))
+            peer = end.get((s.peer, s.local), listener.get(s.peer))
             if s.resent >= RESENT and peer not in (None, worker):
                 pairs.add((min(worker, peer), max(worker, peer)))
     return pairs

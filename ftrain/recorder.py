@@ -15,6 +15,7 @@ from ftrain.events import METRICS_FILE, EventLog, LineFile, read_lines
 
 SPENT_EVERY_S = 10.0
 Record = dict[str, Any]
+OPEN_DIGESTS = 100  # steps whose comparison waits for a worker's report
 
 
 class Recorder:
@@ -130,8 +131,10 @@ class Recorder:
                 self._log("replicas_differ", step=step, digests=dict(sorted(seen.items())))
         elif set(seen) >= set(workers):
             self._log("digest_agreed", step=step, workers=sorted(seen), digest=digest)
-            for old in [a for a in self._digests if a <= at]:
-                del self._digests[old]
+            del self._digests[at]
+        # One that a dead worker leaves open may be completed yet: by a host that was cut off.
+        while len(self._digests) > OPEN_DIGESTS:
+            del self._digests[next(iter(self._digests))]
 
     def _on_evaluated(self, worker: int, record: Record, generation: int) -> None:
         if self._first("evaluated", generation, self._lineage, record["step"]):

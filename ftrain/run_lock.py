@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
+import tempfile
 import time
 
 from ftrain.errors import RunInUseError
@@ -14,12 +16,17 @@ REMAINS_S = 15.0  # how long the remains of a killed supervisor may take to go
 class RunLock:
     """Holds `run_dir/lock`. The coordinator inherits it: it ends a dead supervisor's workers first.
 
+    Args:
+      run_dir: the run's folder.
+      path: another file to hold, for a host that is not the head's: `host_lock`.
+
     Raises:
       RunInUseError: a live supervisor holds it.
     """
 
-    def __init__(self, run_dir: str):
-        self._fd = os.open(os.path.join(run_dir, "lock"), os.O_RDWR | os.O_CREAT, 0o644)
+    def __init__(self, run_dir: str, path: str | None = None):
+        path = path or os.path.join(run_dir, "lock")
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         deadline = time.monotonic() + REMAINS_S
         while not self._try():
             holder = self._holder()
@@ -45,6 +52,15 @@ class RunLock:
     def fileno(self) -> int:
         """The descriptor for the coordinator to inherit."""
         return self._fd
+
+
+def host_lock(run_dir: str, rank: int) -> str:
+    """The file that the agent of a rank holds: on its own host, whether run_dir is shared or not.
+
+    So an agent that follows a dead one begins when nothing that this one started is left here.
+    """
+    name = hashlib.sha256(os.fsencode(os.path.abspath(run_dir))).hexdigest()[:16]
+    return os.path.join(tempfile.gettempdir(), f"ftrain-{os.getuid()}-{name}-host-{rank}.lock")
 
 
 def running_supervisor(run_dir: str) -> int | None:

@@ -84,9 +84,17 @@ class Runtime:
     """JAX's state in one worker process: its store client, its default backend, new CPU clients."""
 
     def __init__(
-        self, *, address: str, worker: int, workers: int, platform: str, heartbeat_timeout_s: float
+        self,
+        *,
+        address: str,
+        worker: int,
+        workers: int,
+        platform: str,
+        heartbeat_timeout_s: float,
+        host: str,
     ):
         self.worker, self.workers, self.platform = worker, workers, platform
+        self._host = host
         self._address, self._heartbeat_timeout_s = address, heartbeat_timeout_s
         jax.config.update("jax_enable_recoverability", True)
         if platform == "cpu":
@@ -180,9 +188,9 @@ class Runtime:
         # The client to be made keeps this one for gloo's keys: the store client outlives them all.
         distributed.global_state.client = self.store
         try:
-            # The loopback name is given: the machine's own may resolve to nothing.
+            # The address is given: the machine's own name may resolve to nothing, or to another.
             collectives = _jax.make_gloo_tcp_collectives(
-                distributed_client=self.store, hostname="127.0.0.1"
+                distributed_client=self.store, hostname=self._host
             )
             client = xla_bridge.make_cpu_client(collectives)
         finally:

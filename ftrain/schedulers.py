@@ -16,7 +16,8 @@ from ftrain.errors import ConfigError
 
 ESCAPE = "or give --nodes 1 for a run on this host alone, or --nodes, --node-rank and --coordinator"
 FIXED_PORT = 61439  # just below the derived ones: where every host of a run has its own address
-PORTS = range(61440, 65536)  # above what Linux gives to outgoing connections
+PORTS = range(61440, 65500, 20)  # above what Linux gives to outgoing connections; the head's
+# coordination service takes one of the sixteen after its own
 
 
 class Found(NamedTuple):
@@ -125,7 +126,7 @@ def read_kubernetes(environ: Mapping[str, str]) -> Found | None:
 
 def derived_port(job: int, step: int) -> int:
     """A port that all hosts of a job's step find, and that its neighbours do not use."""
-    return PORTS[(job + 131 * step) % len(PORTS)]
+    return PORTS[(job + 7 * step) % len(PORTS)]
 
 
 class _Variables:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ftrain.beat import Beat, Reading
+from ftrain.beat import Reading
 from ftrain.errors import (
     WORKER_LOCAL_ERROR,
     WORKER_LOST_MEMBERSHIP,
     WORKER_REFUSED,
     WORKER_STUCK,
 )
-from ftrain.processes import Child, Exit
+from ftrain.processes import Exit
 from ftrain.stacks import crashed, read_stacks
+
+if TYPE_CHECKING:
+    from ftrain.tcp_sockets import TcpSocket
 
 COORDINATOR = -1  # beside the ids of workers, where the coordinator is counted with them
 CRASHES = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL"})
@@ -32,18 +35,57 @@ WHY_GAVE_UP = {  # by the status at the line's end
 }
 
 
+def tells(line: str) -> bool:
+    """Whether a line of a worker's stderr says why its process ends."""
+    return CLIENT_GAVE_UP in line or _FATAL.match(line) is not None
+
+
+class Process(Protocol):
+    """A worker's process, here or on another host."""
+
+    pid: int  # on its host; 0 if that is not known yet
+
+    def send(self, line: str) -> None:
+        """A line for its control pipe."""
+
+    def signal(self, number: int) -> None:
+        """Sends it a signal."""
+
+    def kill(self) -> None:
+        """SIGKILL to it and to all in its process group."""
+
+    def is_stopped(self) -> bool:
+        """Whether its kernel has stopped it."""
+
+    def sockets(self) -> list[TcpSocket]:
+        """Its TCP connections."""
+
+
+class Pulse(Protocol):
+    """Its beat, likewise."""
+
+    def read(self) -> Reading:
+        """What the process was doing when it was last heard of."""
+
+    def new_stacks(self) -> str:
+        """What it has written of them since the last call."""
+
+    def close(self) -> None:
+        """Lets go of it."""
+
+
 @dataclasses.dataclass
 class Slot:
     """One worker id. `child` is None from the process's end until its replacement starts (R9)."""
 
     worker: int
-    child: Child | None = None
-    beat: Beat | None = None
+    child: Process | None = None
+    beat: Pulse | None = None
     incarnation: int = -1  # starts so far, from 0
     started_at: float = 0.0  # time.monotonic()
     ready: bool = False  # it could take part
     going: bool = False  # and may
-    fencing: bool = False  # killed and reaped; the service has not acknowledged yet
+    fences: int = 0  # killed and reaped; the service has not acknowledged so many yet
     fence_by: float = 0.0  # time.monotonic() by which it should have
     restart_at: float | None = None  # when to start it again, once fenced
     died_at: float = float("-inf")  # time.monotonic() of its last failure
@@ -54,18 +96,24 @@ class Slot:
     local_error: dict[str, Any] | None = None
     hung: str = ""  # why the watchdog ended it
     fatal: str = ""  # what C++ code said as it ended the process
+    lost: str = ""  # why its host counts as lost
     gave_up: str = ""  # what its client of the coordination service ended it with
 
-    def begin(self, child: Child, beat_fd: int) -> None:
+    def begin(self, child: Process, beat: Pulse) -> None:
         """A new process fills the slot."""
         if self.beat is not None:
             self.beat.close()
-        self.child, self.beat = child, Beat(beat_fd)
+        self.child, self.beat = child, beat
         self.started_at, self.restart_at = time.monotonic(), None
         self.ready = self.going = False
         self.commits = 0
-        self.hung = self.fatal = self.gave_up = ""
+        self.hung = self.fatal = self.gave_up = self.lost = ""
         self.refused = self.local_error = None
+
+    @property
+    def fencing(self) -> bool:
+        """Whether it may not be started yet for that (R9)."""
+        return self.fences > 0
 
     @property
     def is_refused_by_all(self) -> bool:
@@ -107,8 +155,8 @@ class Slot:
 
     def cause(self, ended: Exit) -> str:
         """What it died of, in words."""
-        if self.hung:
-            return self.hung
+        if self.lost or self.hung:
+            return self.lost or self.hung
         if self.local_error is not None:
             return self.local_error["error"]
         if self.refused is not None:

@@ -12,9 +12,12 @@ if TYPE_CHECKING:
     from ftrain.beat import Reading
     from ftrain.config import Config
     from ftrain.processes import Exit
+    from ftrain.remote_host import RemoteHost
     from ftrain.screen import Screen
     from ftrain.slots import Slot
     from ftrain.stacks import Stack
+
+CLOCKS_AGREE_S = 1.0
 
 
 @dataclasses.dataclass
@@ -46,6 +49,22 @@ class Story:
             self._screen.line(
                 f"starting {n} worker{'s' * (n > 1)}; logs in {self._config.run_dir}/logs"
             )
+
+    def host_joined(self, host: RemoteHost, workers: list[int], missing: list[int]) -> None:
+        """Another host's agent is there; its workers are started."""
+        offset = host.clock_offset_s
+        ahead = f"; its clock is {offset:+.1f} s off" if abs(offset) > CLOCKS_AGREE_S else ""
+        waits = f"; waiting for host {' '.join(map(str, missing))}" if missing else ""
+        self._screen.line(
+            f"host {host.rank} ({host.name}) is there with worker "
+            f"{' '.join(map(str, workers))}{ahead}{waits}"
+        )
+
+    def host_lost(self, reason: str, workers: list[int]) -> None:
+        """It counts as dead, with its workers, until it is back."""
+        self._screen.line(
+            f"{reason}; without worker {' '.join(map(str, workers))} until it is back"
+        )
 
     def worker_died(self, slot: Slot, pid: int, cause: str, reading: Reading | None) -> None:
         """A process ended that should not have. Told with the next commit, which shows its cost."""

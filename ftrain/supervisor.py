@@ -7,6 +7,7 @@ in one order only: killed, reaped, fenced, acknowledged, started (rule R9); `_on
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -16,19 +17,20 @@ from pathlib import Path
 from typing import Any
 
 from ftrain import restart
-from ftrain.beat import Beat
 from ftrain.board import Board
 from ftrain.config import Config
 from ftrain.ears import Ears
-from ftrain.environment import own_environment, worker_environment
 from ftrain.errors import EXIT_GAVE_UP, EXIT_TRY_AGAIN, RestartLimitError
 from ftrain.events import EventLog
-from ftrain.forking import Template
+from ftrain.hosts import Hosts
 from ftrain.keeper import Keeper
+from ftrain.local_host import LOOPBACK, Heard, LocalHost
+from ftrain.meeting_point import MeetingPoint
 from ftrain.memory_tier import memory_folders, remove_all, settle_folder, sweep
-from ftrain.processes import Child, Ends, adopt_orphans, kill_strays, launch, reap_strays
+from ftrain.processes import Child, Ends, Exit, adopt_orphans, launch
 from ftrain.recorder import Recorder
 from ftrain.records import commit_of, event_of, read_records
+from ftrain.remote_host import RemoteHost
 from ftrain.run_lock import RunLock
 from ftrain.screen import Screen
 from ftrain.sinks import CLOSE_S, Sinks
@@ -43,6 +45,11 @@ STATUS_EVERY_S = 1.0
 REFUSED_WAIT_S = 3.0  # for the other workers to say that they fail in the same way
 SURVIVORS_FIRST_S = 0.5  # how long a replacement waits for the others' next commit
 COORDINATOR_EXIT_S = 5.0  # for it to end by itself
+REMOTE_ENDS_S = 5.0  # for workers on other hosts to be ended, at the end
+# What a process says of itself, of no interest once it counts as dead.
+OF_ITSELF = frozenset(
+    {"ready", "left", "refused", "local_error", "gave_up", "snapshot", "snapshot_failed"}
+)
 FENCE_TIMEOUT_S = 10.0  # for the coordinator to acknowledge; it takes milliseconds
 STOP_RESERVE_S = 2.0  # of grace_s, for ending processes after the save
 
@@ -61,11 +68,11 @@ class Supervisor:
         screen: Screen,
         sinks: Sinks,
         continues: bool = True,
+        meeting: MeetingPoint | None = None,
     ):
-        self._config, self._base, self._platform = config, base, platform
+        self._config, self._platform = config, platform
         self._lock, self._log, self._screen, self._sinks = lock, log, screen, sinks
         self._continues = continues  # or it is a new run
-        self._env = worker_environment(config, platform, os.environ)
         self._story = Story(screen, config)
         self._board = Board(config.run_dir)
         self._board.read(read_records(config.run_dir))
@@ -80,7 +87,32 @@ class Supervisor:
         )
         self._ears = Ears()
         self._coordinator: Child | None = None
-        self._template: Template | None = None
+        self._memory = [
+            str(f) for f in memory_folders(config.run_dir, config.checkpoint.memory_folder)
+        ]
+        self._local = LocalHost(
+            config,
+            base=base,
+            platform=platform,
+            address=meeting.address if meeting else LOOPBACK,
+            first_worker=0,
+            memory=self._memory,
+            ears=self._ears,
+            logs=self._logs,
+            tell_groups=self._tell_groups,
+        )
+        self._hosts = Hosts(
+            self._local,
+            config,
+            meeting,
+            ears=self._ears,
+            on_here=self._on_host_here,
+            on_lost=self._on_host_lost,
+            stop=self._on_stop,
+            log=self._logs.supervisor,
+        )
+        self._meeting = meeting
+        self._waiting_since = time.monotonic()  # for hosts, with nobody training
         self._address = ""
         self._generation = 0  # of coordinators
         self._generation_step = 0  # the newest committed step when this one was started
@@ -98,9 +130,7 @@ class Supervisor:
             record=lambda record: self._recorder.take(COORDINATOR, record, self._generation),
             tell=self._tell_workers,
         )
-        self._memory = [
-            str(f) for f in memory_folders(config.run_dir, config.checkpoint.memory_folder)
-        ]
+        self._signalled = False  # this supervisor itself
         self._stop_signal = ""
         self._stop_deadline = float("inf")
         self._verdict: Verdict | None = None  # once decided
@@ -114,7 +144,7 @@ class Supervisor:
                 from ftrain.chaos.hook import FaultFeed
 
                 FaultFeed(self._ears, self._log, self._screen.line)
-            self._start_template()
+            self._local.open()
             self._start_coordinator()
             self._sinks.start(self._ears, self._logs, self._screen.line)
             while self._verdict is None:
@@ -128,6 +158,7 @@ class Supervisor:
             self._log("run_finished", step=self._recorder.step, exit_code=code, reason=reason)
             self._show(live=False)
             self._story.finished(code, reason)
+            self._hosts.dismiss_all(self._verdict)
             self._sinks.close(self._time_for_sinks_s())
             self._logs.close()
         return code
@@ -152,7 +183,8 @@ class Supervisor:
     def _fork_saver(
         self, job: dict[str, Any], env: Mapping[str, str], lock_fd: int, ends: Ends
     ) -> int | None:
-        return self._template.fork(job, env, lock_fd, ends) if self._template.usable else None
+        template = self._local.template
+        return template.fork(job, env, lock_fd, ends) if template.usable else None
 
     def _tell_workers(self, line: str) -> None:
         for slot in self._slots:
@@ -162,6 +194,13 @@ class Supervisor:
     # Signals.
 
     def _on_signal(self, name: str) -> None:
+        again, self._signalled = self._signalled, True
+        self._on_stop(name, again=again)
+
+    def _on_stop(self, name: str, *, again: bool) -> None:
+        """A signal came to this supervisor, or to that of another host; `again`: not its first."""
+        if self._stop_signal and not again:
+            return  # a scheduler signals every host
         self._log("stop_requested", signal=name)
         if self._stop_signal:
             self._end(EXIT_TRY_AGAIN, f"{name} again: stopped at once")
@@ -181,27 +220,31 @@ class Supervisor:
             elif slot.child is not None:
                 slot.child.kill()
 
-    # The template and the coordinator.
+    # The other hosts.
 
-    def _start_template(self) -> None:
-        """Imports the user's file once, for every worker that will be forked from it."""
-        template = self._template = Template(self._config.trainer, self._base, self._env)
-        self._ears.hear(template.child, "stdout", self._logs.supervisor)
-        self._ears.hear(template.child, "stderr", self._logs.supervisor)
+    def _on_host_here(self, host: RemoteHost) -> None:
+        """An agent has come, with nothing running: whoever was there before is fenced, once more.
 
-        def ready() -> None:
-            self._ears.forget(template)
-            template.take_ready()
-            if template.unfit:
-                self._logs.supervisor(f"workers are not forked: {template.unfit}")
+        The first fence came when the host was lost, and its workers may have lived on for a while.
+        """
+        address = host.wire.peer_host
+        workers = self._hosts.workers_of(host)
+        self._log("host_joined", host=host.rank, name=host.name, address=address, workers=workers)
+        self._story.host_joined(host, workers, self._hosts.missing())
+        for worker in workers:
+            if self._slots[worker].incarnation >= 0:
+                self._fence(self._slots[worker])
 
-        self._ears.watch(template, ready)
+    def _on_host_lost(self, host: RemoteHost, reason: str) -> None:
+        workers = self._hosts.workers_of(host)
+        self._log("host_lost", host=host.rank, name=host.name, reason=reason, workers=workers)
+        self._story.host_lost(reason, workers)
 
-    def _end_template(self) -> None:
-        if self._template.pending:
-            self._ears.forget(self._template)
-        self._template.end()
-        self._ears.hear_out(self._template.child)
+    def _tell_groups(self, line: str) -> None:
+        if self._coordinator is not None:
+            self._coordinator.send(line)
+
+    # The coordinator.
 
     def _start_coordinator(self) -> None:
         workers, timeout_s = len(self._slots), self._config.cluster.heartbeat_timeout_s
@@ -213,10 +256,13 @@ class Supervisor:
             str(workers),
             self._platform,
             str(timeout_s),
+            self._meeting.address if self._meeting else LOOPBACK,
+            *map(str, self._meeting.service_ports(self._generation) if self._meeting else [0]),
         ]
         child = self._coordinator = Child(
-            lambda ends: launch(argv, self._env, ends, [self._lock.fileno()])
+            lambda ends: launch(argv, self._local.env, ends, [self._lock.fileno()])
         )
+        self._waiting_since = time.monotonic()
         self._address, self._generation_step = "", self._recorder.step
         self._ears.hear(child, "stdout", self._on_coordinator_line)
         self._ears.hear(child, "stderr", self._logs.coordinator)
@@ -244,7 +290,7 @@ class Supervisor:
         self._log("coordinator_exited", pid=child.pid, **ended.fields())
         self._story.coordinator_died(ended)
         for slot in self._slots:
-            slot.fencing, slot.restart_at = False, None
+            slot.fences, slot.restart_at = 0, None
             if slot.child is not None:
                 slot.hung = "the coordinator's death"
                 slot.child.kill()
@@ -268,14 +314,10 @@ class Supervisor:
             and not s.fencing
             and not self._survivors_first(s, now)
         ]
-        if not due or not self._address:
-            return
-        if self._template.usable and self._template.is_stale():
-            self._end_template()
-            self._start_template()
-        if not self._template.pending:
+        if self._address:
             for slot in due:
-                self._start_worker(slot)
+                if self._hosts.of(slot.worker).can_start():
+                    self._start_worker(slot)
 
     def _survivors_first(self, slot: Slot, now: float) -> bool:
         """Whether the others still recover from this one's death: a start would take their CPU."""
@@ -287,58 +329,50 @@ class Supervisor:
 
     def _start_worker(self, slot: Slot) -> None:
         slot.incarnation += 1
-        beat_fd = Beat.create(f"ftrain-beat-{slot.worker}")
-        job = {
-            "config": self._config.to_json(),
-            "worker": slot.worker,
-            "address": self._address,
-            "platform": self._platform,
-            "base": self._base,
-            "memory": self._memory,
-            "parent": os.getpid(),
-        }
-        own = own_environment(self._env, self._platform, slot.worker, slot.incarnation)
+        heard = Heard(
+            started=functools.partial(self._on_started, slot),
+            line=functools.partial(self._on_line, slot),
+            ended=functools.partial(self._on_worker_exit, slot),
+            late=functools.partial(self._on_late_record, slot, self._generation),
+        )
+        host = self._hosts.of(slot.worker)
+        slot.begin(*host.start(slot.worker, slot.incarnation, self._address, heard))
 
-        launched = False
-
-        def begin(ends: Ends) -> int:
-            nonlocal launched
-            forked = self._template.usable and self._template.fork(job, own, beat_fd, ends)
-            launched = not forked
-            return forked or launch(
-                [sys.executable, "-m", "ftrain.worker", "{control}"],
-                {**self._env, **own},
-                ends,
-                [beat_fd],
-            )
-
-        child = Child(begin)
-        if launched:  # a forked one has been given its assignment
-            child.send(json.dumps({**job, "records_fd": child.records_fd, "beat_fd": beat_fd}))
-        slot.begin(child, beat_fd)
-        self._coordinator.send(f"group {child.pid}")
-        self._ears.hear(child, "stdout", lambda line: self._on_output(slot, line))
-        self._ears.hear(child, "stderr", lambda line: self._on_stderr(slot, line))
-        self._ears.hear(child, "records", lambda line: self._on_record(slot, line))
-        self._ears.watch(child.pidfd, lambda: self._on_worker_exit(slot))
-        self._log("worker_started", worker=slot.worker, pid=child.pid, incarnation=slot.incarnation)
+    def _on_started(self, slot: Slot, pid: int) -> None:
+        where = {"host": self._hosts.rank_of(slot.worker)} if self._meeting else {}
+        self._log(
+            "worker_started", worker=slot.worker, pid=pid, incarnation=slot.incarnation, **where
+        )
         self._story.worker_started(slot)
 
+    def _on_line(self, slot: Slot, pipe: str, line: str) -> None:
+        match pipe:
+            case "stdout":
+                self._on_output(slot, line)
+            case "stderr":
+                self._on_stderr(slot, line)
+            case "records":
+                self._on_record(slot, json.loads(line))
+
     def _on_output(self, slot: Slot, line: str) -> None:
-        self._logs.worker(slot.worker, line)
         alive = [s.worker for s in self._slots if s.child is not None]
         # Of those who train: one that has just come back may be lower and has said nothing yet.
         if slot.worker == min([w for w in self._recorder.workers if w in alive] or alive):
             self._screen.line(f"[{slot.worker}] {line}")
 
     def _on_stderr(self, slot: Slot, line: str) -> None:
-        self._logs.worker(slot.worker, line)
         slot.hear(line)
         if slot.gave_up and slot.child is not None:
             slot.child.kill()  # it is ending, and the others wait for it
 
-    def _on_record(self, slot: Slot, line: str) -> None:
+    def _on_late_record(self, slot: Slot, generation: int, line: str) -> None:
+        """From a host that was cut off: what its worker had reported before it counted as dead."""
         record = json.loads(line)
+        if record["record"] not in OF_ITSELF:
+            self._recorder.take(slot.worker, record, generation)
+
+    def _on_record(self, slot: Slot, record: dict[str, Any]) -> None:
+        record["t"] -= self._hosts.of(slot.worker).clock_offset_s
         match record["record"]:
             case "ready":
                 slot.ready = True
@@ -393,13 +427,10 @@ class Supervisor:
             for words in self._keeper.words_for_a_new_worker():
                 slot.child.send(words)
 
-    def _on_worker_exit(self, slot: Slot) -> None:
-        """Its process has ended: reap it, have it fenced, and decide about its replacement."""
+    def _on_worker_exit(self, slot: Slot, ended: Exit, lost: str) -> None:
+        """Its process has ended: have it fenced, and decide about its replacement."""
         child, reading = slot.child, slot.reading()
-        self._ears.hear_out(child)  # reads what is left in them
-        self._ears.forget(child.pidfd)
-        ended = child.reap()
-        slot.child = None
+        slot.child, slot.lost = None, lost
         for line in (dump := slot.new_stacks()).splitlines():
             self._logs.worker(slot.worker, line)
         slot.take_crash(ended, reading, dump)
@@ -407,16 +438,18 @@ class Supervisor:
         self._log(
             "worker_exited", worker=slot.worker, pid=child.pid, **ended.fields(), reason=cause
         )
-        if self._coordinator is not None:
-            slot.fencing, slot.fence_by = True, time.monotonic() + FENCE_TIMEOUT_S
-            self._coordinator.send(f"group {child.pid} -")
-            self._coordinator.send(f"fence {slot.worker}")
+        self._fence(slot)
         if slot.left is None and self._verdict is None:
             self._story.worker_died(slot, child.pid, cause, reading)
             self._after_failure(slot, cause)
 
+    def _fence(self, slot: Slot) -> None:
+        if self._coordinator is not None:
+            slot.fences, slot.fence_by = slot.fences + 1, time.monotonic() + FENCE_TIMEOUT_S
+            self._coordinator.send(f"fence {slot.worker}")
+
     def _on_fenced(self, slot: Slot) -> None:
-        slot.fencing = False
+        slot.fences -= 1
         self._log("worker_fenced", worker=slot.worker)
 
     def _after_failure(self, slot: Slot, cause: str) -> None:
@@ -472,7 +505,8 @@ class Supervisor:
                 self._first_ready_at = None
                 self._start_coordinator()
         self._end_deaf_coordinator(now)
-        reap_strays(self._known_pids())
+        self._local.tick(self._other_pids())
+        self._hosts.tick(now)
         self._start_due()
         self._let_go()
         if any(s.going for s in self._slots):
@@ -523,16 +557,30 @@ class Supervisor:
             self._end(*by_agreement(reasons[0], self._recorder.step, why))
         if self._stop_signal and not alive and not reasons:
             self._end(EXIT_TRY_AGAIN, f"{self._stop_signal}, nobody was there to save")
+        if any(s.going and s.child for s in self._slots):
+            self._waiting_since = now
+        self._judge_hosts(now)
         if now > self._stop_deadline:
             self._end(
                 *not_saved_in_time(self._stop_signal, self._config.grace_s, self._keeper.error)
             )
 
+    def _judge_hosts(self, now: float) -> None:
+        """Nobody can train before every host has come once (the topology exchange of JAX)."""
+        missing, limit_s = self._hosts.missing(), self._config.cluster.start_timeout_s
+        if missing and now - self._waiting_since > limit_s:
+            hosts = f"host{'s' * (len(missing) > 1)} {' '.join(map(str, missing))}"
+            self._end(
+                EXIT_TRY_AGAIN,
+                f"{hosts} of {self._meeting.nodes} did not come within start_timeout_s="
+                f"{limit_s:g}, and nobody can train without; start `ftrain run` there with "
+                f"--coordinator {self._meeting.endpoint}",
+            )
+
     # The end.
 
-    def _known_pids(self) -> set[int]:
-        children = [s.child for s in self._slots] + [self._coordinator, self._template.child]
-        children.append(self._keeper.child)
+    def _other_pids(self) -> set[int]:
+        children = [self._coordinator, self._keeper.child]
         return {child.pid for child in children if child is not None} | self._sinks.pids()
 
     def _shut_down(self) -> None:
@@ -541,7 +589,8 @@ class Supervisor:
             if slot.child is not None:
                 slot.child.kill()
                 slot.hung = slot.hung or "the end of the run"
-                self._on_worker_exit(slot)
+        self._local.end_all()
+        self._hosts.end_all(REMOTE_ENDS_S)
         if self._coordinator is not None:
             self._ears.forget(self._coordinator.pidfd)
             self._coordinator.close_control()
@@ -549,5 +598,5 @@ class Supervisor:
             self._coordinator.reap(kill=True)
             self._ears.hear_out(self._coordinator)
         self._keeper.close()
-        self._end_template()
-        kill_strays(self._sinks.pids())
+        self._local.close()
+        self._local.kill_strays(self._sinks.pids())

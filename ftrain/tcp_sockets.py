@@ -10,6 +10,7 @@ import os
 from typing import NamedTuple
 
 _STATES = {"01": "established", "02": "connecting", "0A": "listening"}
+_MAPPED = "0000000000000000FFFF0000"  # ::ffff: before an IPv4 address
 
 
 class TcpSocket(NamedTuple):
@@ -19,6 +20,18 @@ class TcpSocket(NamedTuple):
     peer_port: int
     state: str  # "established", "connecting", "listening", "" for any other
     resent: int  # how often its oldest packet without an acknowledgement has been sent again
+    local_address: str = ""  # as the kernel has it, in hexadecimal; of IPv4 also where it is mapped
+    peer_address: str = ""
+
+    @property
+    def local(self) -> tuple[str, int]:
+        """This end, as it is called on every host."""
+        return self.local_address, self.local_port
+
+    @property
+    def peer(self) -> tuple[str, int]:
+        """The other end."""
+        return self.peer_address, self.peer_port
 
     @property
     def listens(self) -> bool:
@@ -34,9 +47,14 @@ def tcp_sockets(pid: int | str = "self") -> dict[int, TcpSocket]:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/net/{table}") as file:
             for line in list(file)[1:]:
                 fields = line.split()
-                local, peer = (int(f.rsplit(":", 1)[1], 16) for f in fields[1:3])
+                (at, port), (peer_at, peer_port) = (f.rsplit(":", 1) for f in fields[1:3])
                 kernel[fields[9]] = TcpSocket(
-                    local, peer, _STATES.get(fields[3], ""), int(fields[6], 16)
+                    int(port, 16),
+                    int(peer_port, 16),
+                    _STATES.get(fields[3], ""),
+                    int(fields[6], 16),
+                    at.removeprefix(_MAPPED),
+                    peer_at.removeprefix(_MAPPED),
                 )
     sockets = {}
     with contextlib.suppress(OSError):

@@ -6,13 +6,11 @@ moment to write them, and killed. What follows is a death like any other.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from ftrain.beat import UNHURRIED
-from ftrain.reachability import broken_pairs
+from ftrain.reachability import pairs_without_answer
 from ftrain.slots import COORDINATOR
 from ftrain.stacks import STACK_SIGNAL, culprit, read_stacks
 from ftrain.watchdog import Hang, find_cut_off, find_hang, patience_s
@@ -75,23 +73,27 @@ class Warden:
             self._ask(Hang(slot.worker, reading.phase, seconds), cause, now)
 
     def _ask_who_hangs(self, now: float, coordinator: Child | None) -> None:
-        pids = {s.worker: s.child.pid for s in self._slots if s.child is not None}
+        processes = {s.worker: s.child for s in self._slots if s.child is not None}
         if coordinator is not None:
-            pids[COORDINATOR] = coordinator.pid
+            processes[COORDINATOR] = coordinator
+
+        def broken_pairs() -> set[tuple[int, int]]:
+            return pairs_without_answer({w: p.sockets() for w, p in processes.items()})
+
         readings = {
             s.worker: s.reading() for s in self._slots if s.child and s.going and not s.hung
         }
         # After one is ended the others get their time anew: they may have waited only for it.
         anew = {w: r._replace(since=max(r.since, self._ended_at)) for w, r in readings.items() if r}
         limit_s = self._rules.hang_timeout_s
-        hang = find_cut_off(anew, now, limit_s, lambda: broken_pairs(pids)) or find_hang(
+        hang = find_cut_off(anew, now, limit_s, broken_pairs) or find_hang(
             anew,
             now,
             limit_s,
             stopped=[w for w in readings if self._slots[w].child.is_stopped()],
         )
         if hang is not None:
-            self._ask(hang, self._cause_of(hang, broken_pairs(pids)), now)
+            self._ask(hang, self._cause_of(hang, broken_pairs()), now)
 
     def _cause_of(self, hang: Hang, broken: Collection[tuple[int, int]]) -> str:
         how_long = f"in {hang.phase} for {hang.seconds:.1f} s"
@@ -110,8 +112,7 @@ class Warden:
         slot.hung = cause
         slot.new_stacks()  # what was there before is of no interest
         if not slot.child.is_stopped():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(slot.child.pid, STACK_SIGNAL)
+            slot.child.signal(STACK_SIGNAL)
         self._asked, self._dump = (slot, now), ""
 
     def _end_asked(self, now: float) -> None:

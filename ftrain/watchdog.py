@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
-from ftrain.beat import UNHURRIED, UNTIMED, WAITING, Reading
+from ftrain.beat import COLLECTIVES, UNHURRIED, UNTIMED, WAITING, Reading
 
 CUT_OFF_S = 10.0  # in a collective with a peer that does not answer; TCP tried some six times
 UNHURRIED_TIMES = 10  # hang_timeout_s, before what may take long is taken for stuck
-COLLECTIVES = frozenset({"sync", "compare", "reduce", "evaluate"})
 
 
 class Hang(NamedTuple):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from ftrain.beat import Beat
-from ftrain.config import Config
+from ftrain.config import HOST_OWN_KEYS, Config
 from ftrain.errors import (
     WORKER_LOCAL_ERROR,
     WORKER_REFUSED,
@@ -43,6 +43,7 @@ class Assignment:
     config: str  # the resolved config as JSON, validated
     worker: int
     address: str  # of the coordinator
+    host: str  # this host's own address, for the connections between workers
     platform: str
     base: str  # the folder the trainer is relative to
     memory: list[str]  # folders of snapshots: where they are to lie, and where else if need be
@@ -235,6 +236,7 @@ def prepare(
         workers=config.cluster.workers,
         platform=job.platform,
         heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
+        host=job.host,
     )
     beat.phase("connect")
     started.start_backend()
@@ -293,7 +295,8 @@ def make_loop(
     sets = {"dataset()": (source.length, source.samples)}
     if eval_source is not None:
         sets["eval_dataset()"] = eval_source.length, eval_source.samples
-    identity = identity_of(json.loads(job.config), sets, spec, programs.lowered)
+    shared = {k: v for k, v in json.loads(job.config).items() if k not in HOST_OWN_KEYS}
+    identity = identity_of(shared, sets, spec, programs.lowered)
     with first_compiles(cache):
         for traced in to_compile:
             traced.compile(runtime.compile_shared)

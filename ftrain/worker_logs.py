@@ -19,9 +19,15 @@ MESSAGES = 1000  # that are told apart, a log; beyond that the count begins anew
 
 
 class Logs:
-    """`run_dir/logs/`: one file a worker, one for the coordinator, one for the supervisor."""
+    """`run_dir/logs/`: one file a worker, one for the coordinator, one for the supervisor.
 
-    def __init__(self, run_dir: str):
+    Args:
+      run_dir: the run's folder, on this host or shared by all.
+      supervisor: the name of this supervisor's own file.
+    """
+
+    def __init__(self, run_dir: str, supervisor: str = "supervisor"):
+        self._supervisor = supervisor
         self._folder = os.path.join(run_dir, "logs")
         os.makedirs(self._folder, exist_ok=True)
         self._files: dict[str, TextIO] = {}
@@ -41,7 +47,7 @@ class Logs:
 
     def supervisor(self, line: str) -> None:
         """A fact that the supervisor learnt."""
-        self._write("supervisor", line)
+        self._write(self._supervisor, line)
 
     def close(self) -> None:
         """Closes the files."""

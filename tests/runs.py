@@ -39,12 +39,14 @@ class Run:
         cwd: Path = REPOSITORY,
         env: dict[str, str] | None = None,
         prefix: Sequence[str] = (),
+        flags: Sequence[str] = (),
+        name: str = "",
     ):
         self.run_dir = run_dir
         self._read: dict[str, tuple[list[dict[str, Any]], int]] = {}
-        self.output_file = run_dir.parent / f"{run_dir.name}.out"
+        self.output_file = run_dir.parent / f"{run_dir.name}{name}.out"
         argv = [*prefix, sys.executable, "-m", "ftrain", command, str(config)]
-        argv += ["--run-dir", str(run_dir)]
+        argv += ["--run-dir", str(run_dir), *flags]
         for item in sets:
             argv += ["--set", item]
         with open(self.output_file, "ab") as out:

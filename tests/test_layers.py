@@ -27,13 +27,12 @@ MODULES = sorted(
 # From the ground up: a module imports only from layers before its own.
 LAYERS = [
     # Words that all use, and pure functions.
-    ["stacks"],
+    ["stacks", "tcp_sockets"],
     [
         "errors",
         "findings",
         "beat",
         "order",
-        "tcp_sockets",
         "compile_lock",
         "doctor.finding",
         "interfaces",
@@ -44,6 +43,8 @@ LAYERS = [
         "tree",
         "worker_logs",
         "worker_signals",
+        "undertaker",
+        "wire",
     ],
     [
         "communicators",
@@ -56,6 +57,8 @@ LAYERS = [
         "watchdog",
         "pretrained",
         "run_lock",
+        "run_token",
+        "door",
         "user_code",
         "versions",
         "state",
@@ -89,10 +92,9 @@ LAYERS = [
         "retention",
         "chaos.disk",
         "chaos.plan",
-        "addresses",
-        "placement",
         "doctor.host",
     ],
+    ["addresses", "placement"],
     ["reduction", "contribution"],
     ["update", "explain"],
     [
@@ -130,8 +132,13 @@ LAYERS = [
     ["admission", "load", "verify", "board", "panel", "prometheus"],
     ["sources", "screen", "status", "report"],
     ["init_from"],
-    ["environment", "loop", "worker", "chaos.command"],
-    ["supervisor", "check", "debug", "template", "checkpoints", "sink_process"],
+    ["environment", "loop", "worker", "meeting_point", "chaos.command"],
+    ["local_host"],
+    ["remote_host"],
+    ["hosts"],
+    ["supervisor", "agent"],
+    ["run_hosts"],
+    ["check", "debug", "template", "checkpoints", "sink_process"],
     ["doctor.devices"],
     ["doctor.command"],
     ["cli"],
@@ -145,11 +152,12 @@ PROCESS_SIDE = set(
     verdict stacks warden target match pretrained checkpoints
     findings records recoveries step_rules fault_rules verify goodput
     run_now board panel status lanes report
+    agent door hosts local_host meeting_point remote_host run_hosts run_token undertaker wire
+    addresses endpoint interfaces node_list placement schedulers
     sinks sink_process prometheus tensorboard following
     chaos.hook chaos.plan chaos.network chaos.disk chaos.orders chaos.live chaos.faults
     chaos.command
     __main__ keeper memory_tier retention
-    addresses endpoint interfaces node_list placement schedulers
     doctor.command doctor.finding doctor.host doctor.network doctor.devices
 """.split()
 )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ftrain.events import EVENTS_FILE, METRICS_FILE, EventLog, LineFile, read_lines
-from ftrain.recorder import Recorder
+from ftrain.recorder import OPEN_DIGESTS, Recorder
 
 
 class Records:
@@ -247,12 +247,16 @@ def test_different_digests_are_found_and_named(records):
 
 
 def test_a_member_that_died_before_its_report_keeps_nobody_waiting(records):
-    """The next step's agreement stands by itself, and what was left open is let go."""
+    """The next step's agreement stands by itself; the open one waits, but not without bounds."""
     records.commit(0, 100, digest="aa")
     for worker in (0, 2):
         records.commit(worker, 200, digest="bb", workers=(0, 2))
     assert [e["step"] for e in records.events("digest_agreed")] == [200]
-    assert records.recorder._digests == {}
+    records.commit(1, 100, digest="aa")  # from a host that was cut off
+    assert [e["step"] for e in records.events("digest_agreed")] == [200, 100]
+    for step in range(300, 300 + 2 * OPEN_DIGESTS):
+        records.commit(0, step, digest="cc")
+    assert len(records.recorder._digests) == OPEN_DIGESTS
 
 
 def test_digests_of_a_history_that_was_given_up_are_not_held_against_the_new_one(records):

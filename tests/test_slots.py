@@ -36,5 +36,5 @@ def test_a_new_process_has_not_said_what_the_last_one_did():
     class Pid:
         pid = os.getpid()
 
-    slot.begin(Pid(), Beat.create("test-slot"))
+    slot.begin(Pid(), Beat(Beat.create("test-slot")))
     assert slot.cause(ABORTED) == "SIGABRT"

@@ -72,13 +72,12 @@ def _checks(
     config: Config, placement: Placement | None, platform: str, env: dict[str, str]
 ) -> list[Check]:
     nodes = 1 if placement is None else placement.nodes
-    hosts = [] if placement is None else [placement.coordinator_host]
     checks: list[Check] = [
         host.versions,
         lambda: devices.devices(env, platform),
         lambda: network.own_name(nodes),
         network.loopback,
-        lambda: network.proxies(os.environ, hosts),
+        lambda: network.proxies(os.environ),
         host.shared_memory,
         lambda: host.descriptors(config.cluster.workers),
         host.clock,

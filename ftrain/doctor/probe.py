@@ -36,6 +36,7 @@ def sum_with_other(address: str, worker: int, platform: str) -> float:
         workers=WORKERS,
         platform=platform,
         heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
+        host="127.0.0.1",
     )
     runtime.start_backend()
     by_worker = sorted(runtime.new_view_devices(), key=lambda d: d.process_index)

@@ -1,0 +1,56 @@
+"""Where the head of a run over several hosts is to be found, and by what hosts know one another."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from collections.abc import MutableMapping
+
+from ftrain.addresses import head_address, listen
+from ftrain.endpoint import Endpoint
+from ftrain.interfaces import local_addresses
+from ftrain.placement import Placement
+
+SERVICE_PORTS = 16  # from the port after the hosts' own; for firewalls
+
+
+@dataclasses.dataclass(frozen=True)
+class MeetingPoint:
+    """The head's side of it, open."""
+
+    nodes: int
+    endpoint: Endpoint  # a literal address of this host's, and the hosts' port
+    listener: socket.socket
+    token: bytes
+
+    @property
+    def address(self) -> str:
+        """The one address of this host on which anything listens."""
+        return self.endpoint.host
+
+    def service_ports(self, generation: int) -> list[int]:
+        """Where the coordination service may listen, best first; 0 is any port.
+
+        Another one each time: a worker that outlived the last service must not reach the next.
+        """
+        first = self.endpoint.port + 1
+        ports = [first + (generation + i) % SERVICE_PORTS for i in range(SERVICE_PORTS)]
+        return [port for port in ports if port < 1 << 16] + [0]
+
+
+def use_interface(address: str, environ: MutableMapping[str, str]) -> None:
+    """Has NCCL use the interface that has `address`, unless the user has named one."""
+    interface = local_addresses().get(address)
+    if interface:
+        environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+
+
+def open_meeting_point(placement: Placement, token: bytes) -> MeetingPoint:
+    """Listens where the placement says that the head is.
+
+    Raises:
+      AddressError: that is no address of this host's, or the port is taken.
+    """
+    at = head_address(Endpoint(placement.coordinator_host, placement.coordinator_port))
+    listener = listen(at)
+    return MeetingPoint(placement.nodes, at, listener, token)
