@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -120,7 +121,7 @@ def cluster(nodes: int) -> Iterator[Callable[..., str]]:
 class Job(Run):
     """The run of a job: watched by its records, though its supervisor is SLURM's child."""
 
-    def __init__(self, slurm: Callable[..., str], folder: Path, *sets: str):
+    def __init__(self, slurm: Callable[..., str], folder: Path, *sets: str, nodes: int):
         self.run_dir, self.slurm = folder / "run", slurm
         self._read = {}
         self.output_file = folder / "job.log"
@@ -129,8 +130,9 @@ class Job(Run):
         ftrain.chmod(0o755)
         arguments = [x for item in sets for x in ("--set", item)]
         self.job = slurm(
-            *("sbatch", "--parsable", f"--output={self.output_file}", str(SCRIPT)),
-            *("tests/paced.yaml", "--run-dir", str(self.run_dir), *arguments),
+            *("sbatch", "--parsable", f"--nodes={nodes}", f"--output={self.output_file}"),
+            *(str(SCRIPT), "tests/paced.yaml", "--run-dir", str(self.run_dir), *arguments),
+            *("--coordinator", f"127.0.0.1:{free_port()}"),  # the nodes are names alone
             FTRAIN=str(ftrain),
         )
 
@@ -155,12 +157,18 @@ class Job(Run):
         return self.poll()
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_job_that_is_signalled_saves_is_queued_again_and_finishes(tmp_path):
-    """SLURM sends the signal to every process of the step, workers and all."""
-    with cluster(1) as slurm:
-        job = Job(slurm, tmp_path, "steps=200", "cluster.workers=2")
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_job_that_is_signalled_saves_is_queued_again_and_finishes(tmp_path, nodes):
+    """SLURM sends the signal to every process of the step, on every node, workers and all."""
+    with cluster(nodes) as slurm:
+        job = Job(slurm, tmp_path, "steps=200", "cluster.workers=2", nodes=nodes)
         job.wait_for_step(40)
         slurm("scancel", "--signal=TERM", job.job)
         assert job.wait_ended() == "COMPLETED"

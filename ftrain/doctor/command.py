@@ -18,6 +18,7 @@ from ftrain.doctor import devices, host, network
 from ftrain.doctor.finding import Finding
 from ftrain.environment import resolve_platform, visible_gpus, worker_environment
 from ftrain.errors import EXIT_DEFECT, EXIT_OK, ConfigError
+from ftrain.hosts import ids_of
 from ftrain.placement import Placement, add_flags, find_placement
 from ftrain.user_code import find_base
 
@@ -55,7 +56,7 @@ def examine(
     """All findings, in a fixed order; `show` gets each as soon as those before it are there."""
     findings, config = _config(arguments)
     placement, more = _placement(arguments)
-    platform, env, still_more = _environment(config)
+    platform, env, still_more = _environment(config, placement)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         for check in [
             lambda: [*findings, *more, *still_more],
@@ -116,10 +117,15 @@ def _placement(arguments: argparse.Namespace) -> tuple[Placement | None, list[Fi
         return None, [Finding("placement", "fail", found, mend)]
 
 
-def _environment(config: Config) -> tuple[str, dict[str, str], list[Finding]]:
+def _environment(
+    config: Config, placement: Placement | None
+) -> tuple[str, dict[str, str], list[Finding]]:
     """The platform and the environment that workers would get."""
+    here = None
+    if placement is not None:
+        here = len(ids_of(placement.node_rank, placement.nodes, config.cluster.workers))
     try:
-        platform = resolve_platform(config, os.environ)
+        platform = resolve_platform(config, os.environ, here)
         return platform, worker_environment(config, platform, os.environ), []
     except ConfigError as error:
         found, _, mend = str(error).rpartition("; ")
