@@ -17,9 +17,9 @@ from ftrain.user_code import load_trainer, user_traceback
 def check(config: Config, base: str) -> str:
     """What `ftrain check` prints: the resolved config, and what it makes of the trainer."""
     trainer = load_trainer(config.trainer, base, config.trainer_args, config)
+    from ftrain.preparing import open_data, trace
     from ftrain.state import host_bytes
     from ftrain.target import target_of
-    from ftrain.worker import open_data, trace
 
     source, eval_source = open_data(trainer)
     spec, programs, evaluation = trace(

@@ -26,7 +26,8 @@ from ftrain.saver import DiskWriter
 from ftrain.screen import Screen
 from ftrain.story import Story
 from ftrain.verdict import by_agreement
-from ftrain.worker import Assignment, Told, work
+from ftrain.worker import work
+from ftrain.worker_pipes import Assignment, Told
 
 
 class Foreground:

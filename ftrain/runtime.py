@@ -29,6 +29,8 @@ import jax
 from jax._src import cache_key, distributed, xla_bridge
 from jax._src.lib import _jax
 
+from ftrain.errors import DatasetError
+
 TOPOLOGY_PREFIX = {"cpu": "cpu:global_topology/", "gpu": "cuda:global_topology/"}
 TOPOLOGY_KEY = {"cpu": "cpu:global_topology/cpu", "gpu": "cuda:global_topology/cuda"}
 TOPOLOGY_COPY = "ftrain/topology"
@@ -265,6 +267,20 @@ def _processor() -> bytes:
         first = file.read().split(b"\n\n")[0].splitlines()
     wanted = (b"model name", b"flags", b"Features", b"CPU part")
     return b"\n".join(line for line in first if line.startswith(wanted))
+
+
+def check_no_device_touched() -> None:
+    """The data set must leave JAX's devices alone: they are not open yet."""
+    if device_is_open():
+        raise DatasetError(
+            "__init__, dataset() or eval_dataset() used a JAX device (jnp arrays, "
+            "jax.random, jax.devices()); make numpy arrays there"
+        )
+
+
+def device_is_open() -> bool:
+    """Whether any JAX backend has been started."""
+    return xla_bridge.backends_are_initialized()
 
 
 def freeze_heap() -> None:

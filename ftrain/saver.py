@@ -137,7 +137,8 @@ def work(job: dict[str, Any], lines: Any, records_fd: int) -> NoReturn:
     """
     import jax
 
-    from ftrain.worker import Reporter, end_with_parent
+    from ftrain.worker import end_with_parent
+    from ftrain.worker_pipes import Reporter
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the supervisor decides when we end

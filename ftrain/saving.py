@@ -25,10 +25,13 @@ from ftrain.state import Committed, StateSpec, to_host
 if TYPE_CHECKING:
     from ftrain.config import Checkpoint
     from ftrain.digests import Digests
-    from ftrain.worker import Control
+    from ftrain.worker_pipes import Control
 
 KEPT = 2  # snapshots
 DUTY = 0.1  # of the time that may go into snapshots nobody asked to have on disk
+# Of the time that training may wait for their copies. A GPU's state of 1.2 GB took more than a second
+# each: a quarter of the time, at one every five seconds.
+PAUSE_DUTY = 0.01
 RETRY_S = 1.0  # between attempts to save the last state
 
 
@@ -81,6 +84,7 @@ class Saving:
         self._disk_step = self._memory_step = -1  # asked for
         self._disk_at, self._memory_at = time.monotonic(), float("-inf")
         self._seconds = 0.0  # that the last snapshot took
+        self._pause_s = 0.0  # of it, before training could go on
         self._last: tuple[Committed, str] | None = None  # a state that is to be the last; digest
         self._durable = ""  # the digest of a state that is on disk
         self._failing_since: float | None = None
@@ -120,7 +124,9 @@ class Saving:
     def _memory_due(self, step: int, now: float) -> bool:
         if not self._rules.memory_every_s or step in (0, self._memory_step):
             return False
-        return now - self._memory_at >= max(self._rules.memory_every_s, self._seconds / DUTY)
+        return now - self._memory_at >= max(
+            self._rules.memory_every_s, self._seconds / DUTY, self._pause_s / PAUSE_DUTY
+        )
 
     def finish(self, state: Committed, evaluated: int) -> str | None:
         """Has the last state saved, trying again for a while if that fails. Never waits.
@@ -163,7 +169,9 @@ class Saving:
         return self._thread is not None and self._thread.is_alive()
 
     def _want(self, state: Committed, evaluated: int, *, for_disk: bool) -> None:
+        began = time.monotonic()
         arrays = to_host(state.leaves)  # on a CPU the very same memory
+        self._pause_s = time.monotonic() - began
         on_host = all(leaf.device.platform == "cpu" for leaf in state.leaves)
         if on_host:
             digest = lambda: self._digests(state)  # noqa: E731

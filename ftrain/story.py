@@ -103,6 +103,12 @@ class Story:
         elif delay_s > 0:
             self._screen.line(f"worker {slot.worker} failed again; starting it in {delay_s:.1f} s")
 
+    def coordinator_is_deaf(self, seconds: float) -> None:
+        """It is ended, and its death is told next."""
+        self._screen.line(
+            f"the coordinator has not acknowledged a fence for {seconds:.0f} s; ending it"
+        )
+
     def coordinator_died(self, ended: Exit) -> None:
         """All workers come back from a checkpoint."""
         saved = "the start" if self._saved is None else f"the checkpoint of step {self._saved}"

@@ -2,7 +2,7 @@
 
 One thread, one loop over pipes, process ends, signals and a clock. A worker's process is replaced
 in one order only: killed, reaped, fenced, acknowledged, started (rule R9); `_on_worker_exit`,
-`_on_fenced` and `_start_due` are those steps.
+`Coordination.fence` and `_start_due` are those steps.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 from ftrain import restart
 from ftrain.board import Board
 from ftrain.config import Config
+from ftrain.coordination import FENCE_TIMEOUT_S, Coordination
 from ftrain.ears import Ears
 from ftrain.errors import EXIT_GAVE_UP, EXIT_TRY_AGAIN, RestartLimitError
 from ftrain.events import EventLog
@@ -27,7 +27,7 @@ from ftrain.keeper import Keeper
 from ftrain.local_host import LOOPBACK, Heard, LocalHost
 from ftrain.meeting_point import MeetingPoint
 from ftrain.memory_tier import memory_folders, remove_all, settle_folder, sweep
-from ftrain.processes import Child, Ends, Exit, adopt_orphans, launch
+from ftrain.processes import Ends, Exit, adopt_orphans
 from ftrain.recorder import Recorder
 from ftrain.records import commit_of, event_of, read_records
 from ftrain.remote_host import RemoteHost
@@ -44,13 +44,11 @@ TICK_S = 0.1
 STATUS_EVERY_S = 1.0
 REFUSED_WAIT_S = 3.0  # for the other workers to say that they fail in the same way
 SURVIVORS_FIRST_S = 0.5  # how long a replacement waits for the others' next commit
-COORDINATOR_EXIT_S = 5.0  # for it to end by itself
 REMOTE_ENDS_S = 5.0  # for workers on other hosts to be ended, at the end
 # What a process says of itself, of no interest once it counts as dead.
 OF_ITSELF = frozenset(
     {"ready", "left", "refused", "local_error", "gave_up", "snapshot", "snapshot_failed"}
 )
-FENCE_TIMEOUT_S = 10.0  # for the coordinator to acknowledge; it takes milliseconds
 STOP_RESERVE_S = 2.0  # of grace_s, for ending processes after the save
 
 
@@ -86,7 +84,18 @@ class Supervisor:
             config.cluster.workers, config.restart.renew_after_steps
         )
         self._ears = Ears()
-        self._coordinator: Child | None = None
+        self._coordination = Coordination(
+            config,
+            platform,
+            self._slots,
+            meeting,
+            lock.fileno(),
+            ears=self._ears,
+            log=log,
+            logs=self._logs,
+            story=self._story,
+            on_exit=self._on_coordinator_exit,
+        )
         self._memory = [
             str(f) for f in memory_folders(config.run_dir, config.checkpoint.memory_folder)
         ]
@@ -99,7 +108,7 @@ class Supervisor:
             memory=self._memory,
             ears=self._ears,
             logs=self._logs,
-            tell_groups=self._tell_groups,
+            tell_groups=self._coordination.tell_groups,
         )
         self._hosts = Hosts(
             self._local,
@@ -113,9 +122,6 @@ class Supervisor:
         )
         self._meeting = meeting
         self._waiting_since = time.monotonic()  # for hosts, with nobody training
-        self._address = ""
-        self._generation = 0  # of coordinators
-        self._generation_step = 0  # the newest committed step when this one was started
         self._first_ready_at: float | None = None
         self._refused_at: float | None = None
         self._warden = Warden(self._slots, config.cluster, log, self._logs, self._story)
@@ -127,7 +133,9 @@ class Supervisor:
             ears=self._ears,
             log=log,
             logs=self._logs,
-            record=lambda record: self._recorder.take(COORDINATOR, record, self._generation),
+            record=lambda record: self._recorder.take(
+                COORDINATOR, record, self._coordination.generation
+            ),
             tell=self._tell_workers,
         )
         self._signalled = False  # this supervisor itself
@@ -233,69 +241,22 @@ class Supervisor:
         self._story.host_joined(host, workers, self._hosts.missing())
         for worker in workers:
             if self._slots[worker].incarnation >= 0:
-                self._fence(self._slots[worker])
+                self._coordination.fence(self._slots[worker])
 
     def _on_host_lost(self, host: RemoteHost, reason: str) -> None:
         workers = self._hosts.workers_of(host)
         self._log("host_lost", host=host.rank, name=host.name, reason=reason, workers=workers)
         self._story.host_lost(reason, workers)
 
-    def _tell_groups(self, line: str) -> None:
-        if self._coordinator is not None:
-            self._coordinator.send(line)
-
     # The coordinator.
 
     def _start_coordinator(self) -> None:
-        workers, timeout_s = len(self._slots), self._config.cluster.heartbeat_timeout_s
-        argv = [
-            sys.executable,
-            "-m",
-            "ftrain.coordinator",
-            "{control}",
-            str(workers),
-            self._platform,
-            str(timeout_s),
-            self._meeting.address if self._meeting else LOOPBACK,
-            *map(str, self._meeting.service_ports(self._generation) if self._meeting else [0]),
-        ]
-        child = self._coordinator = Child(
-            lambda ends: launch(argv, self._local.env, ends, [self._lock.fileno()])
-        )
         self._waiting_since = time.monotonic()
-        self._address, self._generation_step = "", self._recorder.step
-        self._ears.hear(child, "stdout", self._on_coordinator_line)
-        self._ears.hear(child, "stderr", self._logs.coordinator)
-        self._ears.watch(child.pidfd, self._on_coordinator_exit)
+        self._coordination.start(self._local.env, self._recorder.step)
 
-    def _on_coordinator_line(self, line: str) -> None:
-        match line.split():
-            case ["ready", address]:
-                self._address = address
-                self._log("coordinator_started", pid=self._coordinator.pid, address=address)
-                for slot in self._slots:
-                    slot.restart_at = time.monotonic()
-            case ["fenced", worker]:
-                self._on_fenced(self._slots[int(worker)])
-            case _:
-                self._logs.coordinator(line)
-
-    def _on_coordinator_exit(self) -> None:
-        """Without it no worker can go on: all come back, with state from the newest checkpoint."""
-        child, self._coordinator = self._coordinator, None
-        self._address = ""
-        self._ears.hear_out(child)
-        self._ears.forget(child.pidfd)
-        ended = child.reap()
-        self._log("coordinator_exited", pid=child.pid, **ended.fields())
-        self._story.coordinator_died(ended)
-        for slot in self._slots:
-            slot.fences, slot.restart_at = 0, None
-            if slot.child is not None:
-                slot.hung = "the coordinator's death"
-                slot.child.kill()
+    def _on_coordinator_exit(self, began_at_step: int) -> None:
         try:
-            commits = self._recorder.step - self._generation_step
+            commits = self._recorder.step - began_at_step
             self._budget.delay_after_failure(COORDINATOR, commits, "the coordinator")
         except RestartLimitError as error:
             self._end(EXIT_GAVE_UP, str(error))
@@ -314,7 +275,7 @@ class Supervisor:
             and not s.fencing
             and not self._survivors_first(s, now)
         ]
-        if self._address:
+        if self._coordination.address:
             for slot in due:
                 if self._hosts.of(slot.worker).can_start():
                     self._start_worker(slot)
@@ -333,10 +294,10 @@ class Supervisor:
             started=functools.partial(self._on_started, slot),
             line=functools.partial(self._on_line, slot),
             ended=functools.partial(self._on_worker_exit, slot),
-            late=functools.partial(self._on_late_record, slot, self._generation),
+            late=functools.partial(self._on_late_record, slot, self._coordination.generation),
         )
         host = self._hosts.of(slot.worker)
-        slot.begin(*host.start(slot.worker, slot.incarnation, self._address, heard))
+        slot.begin(*host.start(slot.worker, slot.incarnation, self._coordination.address, heard))
 
     def _on_started(self, slot: Slot, pid: int) -> None:
         where = {"host": self._hosts.rank_of(slot.worker)} if self._meeting else {}
@@ -399,7 +360,7 @@ class Supervisor:
                 slot.commits += kind == "commit"
                 if kind in ("checkpoint_restored", "checkpoint_skipped"):
                     self._keeper.note_restore(record)
-                self._recorder.take(slot.worker, record, self._generation)
+                self._recorder.take(slot.worker, record, self._coordination.generation)
 
     def _on_fact(self, kind: str, fields: dict[str, Any]) -> None:
         self._logs.supervisor(f"{kind} {json.dumps(fields)}")
@@ -421,7 +382,7 @@ class Supervisor:
         for slot in going:
             slot.going = True
             slot.child.send(
-                f"go {self._generation}-{going[0].incarnation}-{going[0].worker} "
+                f"go {self._coordination.generation}-{going[0].incarnation}-{going[0].worker} "
                 + " ".join(str(s.worker) for s in going)
             )
             for words in self._keeper.words_for_a_new_worker():
@@ -438,25 +399,16 @@ class Supervisor:
         self._log(
             "worker_exited", worker=slot.worker, pid=child.pid, **ended.fields(), reason=cause
         )
-        self._fence(slot)
+        self._coordination.fence(slot)
         if slot.left is None and self._verdict is None:
             self._story.worker_died(slot, child.pid, cause, reading)
             self._after_failure(slot, cause)
-
-    def _fence(self, slot: Slot) -> None:
-        if self._coordinator is not None:
-            slot.fences, slot.fence_by = slot.fences + 1, time.monotonic() + FENCE_TIMEOUT_S
-            self._coordinator.send(f"fence {slot.worker}")
-
-    def _on_fenced(self, slot: Slot) -> None:
-        slot.fences -= 1
-        self._log("worker_fenced", worker=slot.worker)
 
     def _after_failure(self, slot: Slot, cause: str) -> None:
         """Restarts it at once, or later, or gives up."""
         if self._stop_signal or any(s.left is not None for s in self._slots):
             return
-        if self._coordinator is None:
+        if self._coordination.child is None:
             return  # all start again together, with the next one
         if slot.is_refused_by_all and not self._recorder.committed:
             self._refused_at = self._refused_at or time.monotonic()
@@ -497,14 +449,15 @@ class Supervisor:
 
     def _tick(self) -> None:
         now = time.monotonic()
-        if self._coordinator is None and not any(s.child for s in self._slots):
+        if self._coordination.child is None and not any(s.child for s in self._slots):
             if self._stop_signal:
                 self._end(EXIT_TRY_AGAIN, f"{self._stop_signal}")
             else:
-                self._generation += 1
+                self._coordination.generation += 1
                 self._first_ready_at = None
                 self._start_coordinator()
-        self._end_deaf_coordinator(now)
+        if self._coordination.end_if_deaf(now):
+            self._story.coordinator_is_deaf(FENCE_TIMEOUT_S)
         self._local.tick(self._other_pids())
         self._hosts.tick(now)
         self._start_due()
@@ -512,7 +465,7 @@ class Supervisor:
         if any(s.going for s in self._slots):
             self._keeper.prepare()  # its imports are done when the first save is due
         self._keeper.tick(now)
-        self._warden.tick(now, self._coordinator)
+        self._warden.tick(now, self._coordination.child)
         self._sinks.tick(now)
         self._judge(now)
         if now > self._shown_at + STATUS_EVERY_S:
@@ -526,17 +479,6 @@ class Supervisor:
         run.write()
         if live:
             self._screen.status(run)
-
-    def _end_deaf_coordinator(self, now: float) -> None:
-        """One that is stopped or stuck ends its workers, and none could ever be replaced."""
-        if self._coordinator is not None and any(
-            s.fencing and now > s.fence_by for s in self._slots
-        ):
-            self._screen.line(
-                "the coordinator has not acknowledged a fence for "
-                f"{FENCE_TIMEOUT_S:.0f} s; ending it"
-            )
-            self._coordinator.kill()
 
     def _judge(self, now: float) -> None:
         """Whether the run is over, and how."""
@@ -580,7 +522,7 @@ class Supervisor:
     # The end.
 
     def _other_pids(self) -> set[int]:
-        children = [self._coordinator, self._keeper.child]
+        children = [self._coordination.child, self._keeper.child]
         return {child.pid for child in children if child is not None} | self._sinks.pids()
 
     def _shut_down(self) -> None:
@@ -591,12 +533,7 @@ class Supervisor:
                 slot.hung = slot.hung or "the end of the run"
         self._local.end_all()
         self._hosts.end_all(REMOTE_ENDS_S)
-        if self._coordinator is not None:
-            self._ears.forget(self._coordinator.pidfd)
-            self._coordinator.close_control()
-            self._coordinator.wait(COORDINATOR_EXIT_S)
-            self._coordinator.reap(kill=True)
-            self._ears.hear_out(self._coordinator)
+        self._coordination.close()
         self._keeper.close()
         self._local.close()
         self._local.kill_strays(self._sinks.pids())

@@ -23,7 +23,8 @@ import warnings
 from typing import Any, NoReturn
 
 from ftrain.user_code import load_module
-from ftrain.worker import Assignment, Control, end_with_parent, start
+from ftrain.worker import end_with_parent, start
+from ftrain.worker_pipes import Assignment, Control
 
 MESSAGE_BYTES = 1 << 20
 
@@ -65,7 +66,7 @@ def preload(trainer: str, base: str) -> dict[str, Any]:
         load_module(trainer, base)
     except BaseException as error:  # noqa: BLE001  the user's; workers fail likewise and tell it
         return {"files": {}, "unfit": f"{type(error).__name__}: {error}"}
-    from ftrain.worker import device_is_open
+    from ftrain.runtime import device_is_open
 
     threads = len(os.listdir("/proc/self/task"))
     unfit = (

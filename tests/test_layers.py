@@ -42,6 +42,7 @@ LAYERS = [
         "memory_tier",
         "tree",
         "worker_logs",
+        "worker_pipes",
         "worker_signals",
         "undertaker",
         "wire",
@@ -132,10 +133,12 @@ LAYERS = [
     ["admission", "load", "verify", "board", "panel", "prometheus"],
     ["sources", "screen", "status", "report"],
     ["init_from"],
-    ["environment", "loop", "worker", "meeting_point", "chaos.command"],
+    ["environment", "loop", "meeting_point", "chaos.command"],
+    ["preparing"],
+    ["worker"],
     ["local_host"],
     ["remote_host"],
-    ["hosts"],
+    ["hosts", "coordination"],
     ["supervisor", "agent"],
     ["run_hosts"],
     ["check", "debug", "template", "checkpoints", "sink_process"],
@@ -152,7 +155,7 @@ PROCESS_SIDE = set(
     verdict stacks warden target match pretrained checkpoints
     findings records recoveries step_rules fault_rules verify goodput
     run_now board panel status lanes report
-    agent door hosts local_host meeting_point remote_host run_hosts run_token undertaker wire
+    agent coordination door hosts local_host meeting_point remote_host run_hosts run_token undertaker wire
     addresses endpoint interfaces node_list placement schedulers
     sinks sink_process prometheus tensorboard following
     chaos.hook chaos.plan chaos.network chaos.disk chaos.orders chaos.live chaos.faults

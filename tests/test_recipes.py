@@ -20,8 +20,8 @@ import pytest
 from ftrain.config import load_config
 from ftrain.data import ShardReader, Source
 from ftrain.initial import initial_state
+from ftrain.preparing import trace
 from ftrain.user_code import load_trainer
-from ftrain.worker import trace
 from recipes import chars, digits
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -35,7 +35,7 @@ import sys
 from ftrain.config import load_config
 from ftrain.data import Source
 from ftrain.user_code import load_trainer
-from ftrain.worker import check_no_device_touched
+from ftrain.runtime import check_no_device_touched
 
 for name in sys.argv[1:]:
     config = load_config(f"configs/{name}.yaml")

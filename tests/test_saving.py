@@ -17,7 +17,7 @@ from ftrain.digests import Digests
 from ftrain.memory_tier import snapshots_in
 from ftrain.saving import Saving
 from ftrain.snapshots import read_meta, read_snapshot
-from ftrain.worker import Told
+from ftrain.worker_pipes import Told
 from tests.test_checkpoint import Reports, weights
 from tests.test_state import state_of
 
@@ -147,6 +147,24 @@ def test_what_is_slow_comes_more_rarely(tmp_path, clock):
     bench.commit(small(1)[1])
     bench.saving._seconds = 2.0
     for seconds, steps in ((10.0, [1]), (9.0, [1]), (1.1, [2, 1])):
+        clock.now += seconds
+        bench.commit(small(2)[1])
+        assert bench.steps() == steps
+
+
+def test_what_training_waits_for_comes_more_rarely_still(tmp_path, clock, monkeypatch):
+    """A device's copies take at most a hundredth of its time."""
+    bench = Bench(tmp_path, small(1)[0], memory_every_s=5.0)
+
+    real = saving_module.to_host
+
+    def slow(leaves):
+        clock.now += 2.0
+        return real(leaves)
+
+    monkeypatch.setattr(saving_module, "to_host", slow)
+    bench.commit(small(1)[1])
+    for seconds, steps in ((190.0, [1]), (11.0, [2, 1])):
         clock.now += seconds
         bench.commit(small(2)[1])
         assert bench.steps() == steps

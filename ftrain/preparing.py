@@ -1,0 +1,273 @@
+"""A worker before its first barrier: user code, data, backend, programs, and the loop of them all.
+
+All that user code may do wrong in shape is found here, by tracing, before any step is tried.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ftrain.config import HOST_OWN_KEYS, Config
+from ftrain.errors import TrainerError
+from ftrain.user_code import load_trainer
+
+if TYPE_CHECKING:
+    from ftrain.beat import Beat
+    from ftrain.worker_pipes import Assignment, Control
+
+
+def prepare(
+    job: Assignment,
+    config: Config,
+    report: Callable[..., None],
+    beat: Beat,
+    control: Control,
+    local_error: Callable[[BaseException], NoReturn],
+) -> Any:
+    """Everything up to the first barrier: user code, data, backend, compiled programs."""
+    trainer = load_trainer(config.trainer, job.base, config.trainer_args, config)
+    source, eval_source = open_data(trainer)
+
+    from ftrain import runtime
+
+    cache = compile_cache_folder(config)
+    runtime.use_compile_cache(cache)
+    started = runtime.Runtime(
+        address=job.address,
+        worker=job.worker,
+        workers=config.cluster.workers,
+        platform=job.platform,
+        heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
+        host=job.host,
+    )
+    beat.phase("connect")
+    started.start_backend()
+    beat.phase("compile")
+    return make_loop(
+        job,
+        config,
+        trainer,
+        source,
+        eval_source,
+        started,
+        cache,
+        report,
+        beat,
+        control,
+        local_error,
+    )
+
+
+def open_data(trainer: Any) -> tuple[Any, Any]:
+    """The training data and the held-out data, None without; before the first device is touched."""
+    from ftrain import runtime
+    from ftrain.data import Source
+
+    source = Source(trainer.dataset(), "dataset()")
+    held_out = trainer.eval_dataset()
+    eval_source = None if held_out is None else Source(held_out, "eval_dataset()")
+    runtime.check_no_device_touched()
+    return source, eval_source
+
+
+def make_loop(
+    job: Assignment,
+    config: Config,
+    trainer: Any,
+    source: Any,
+    eval_source: Any,
+    started: Any,
+    cache: str | None,
+    report: Callable[..., None],
+    beat: Beat,
+    control: Control,
+    local_error: Callable[[BaseException], NoReturn],
+) -> Any:
+    """Traces and compiles, and puts the parts of the loop together."""
+    from ftrain import runtime
+    from ftrain.admission import Admission
+    from ftrain.compile_lock import first_compiles
+    from ftrain.data import ShardReader
+    from ftrain.digests import Digests
+    from ftrain.identity import identity_of
+    from ftrain.loop import StepLoop
+    from ftrain.membership import Members
+    from ftrain.restore import restore_newest
+    from ftrain.saving import Saving
+    from ftrain.table import Table
+    from ftrain.target import target_of
+    from ftrain.transfer import Transfer
+
+    target = target_of(config, source.length)
+    report("target_known", steps=target.steps, samples=target.samples, dataset_length=source.length)
+    spec, programs, evaluation = trace(trainer, config, source, eval_source, runtime.compile_shared)
+    digests, transfer = Digests(spec), Transfer(spec)
+    table = Table(programs.buffer_shapes, programs.table_size)
+    to_compile = programs, digests, transfer, table
+    for traced in to_compile:
+        traced.lower()
+    sets = {"dataset()": (source.length, source.samples)}
+    if eval_source is not None:
+        sets["eval_dataset()"] = eval_source.length, eval_source.samples
+    shared = {k: v for k, v in json.loads(job.config).items() if k not in HOST_OWN_KEYS}
+    identity = identity_of(shared, sets, spec, programs.lowered)
+    with first_compiles(cache):
+        for traced in to_compile:
+            traced.compile(runtime.compile_shared)
+    members = Members(started, report, local_error)
+    memory, fallback = Path(job.memory[0]), Path(job.memory[-1])
+    saving = Saving(
+        spec,
+        digests,
+        config.checkpoint,
+        folder=memory,
+        fallback=fallback,
+        run_dir=config.run_dir,
+        dataset_length=source.length,
+        patience_s=config.grace_s / 2,
+        report=report,
+        news=control,
+    )
+
+    def first_state() -> Any:
+        from ftrain.init_from import new_state
+
+        restored = restore_newest(
+            config.run_dir,
+            spec,
+            dataset_length=source.length,
+            report=report,
+            memory=list(dict.fromkeys([memory, fallback])),
+            digest=digests,
+        )
+        if restored is None:
+            with runtime.shares_compile_cache():
+                return new_state(trainer, spec, config, report), 0
+        state = restored.state
+        saving.restored(state.step, restored.tier, restored.digest)
+        programs.check_shorter(target.shorter_shard(state.cursor, config.batch_shards))
+        return state, restored.evaluated
+
+    reader = ShardReader(
+        source,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+        batch_size=config.batch_size,
+        batch_shards=config.batch_shards,
+        prefetch_steps=config.data.prefetch_steps,
+        threads=config.data.threads,
+        end=target.samples,
+    )
+    runtime.freeze_heap()
+    return StepLoop(
+        trainer,
+        config,
+        target,
+        members,
+        Admission(members, identity, config.cluster.min_workers),
+        spec,
+        programs,
+        digests,
+        transfer,
+        table,
+        reader,
+        evaluation,
+        saving,
+        beat,
+        report,
+        lambda: control.stop_requested() or saving.wants_stop(),
+        first_state,
+        started.forget_view,
+        runtime.compile_shared,
+        make_profiler(config, beat),
+    )
+
+
+def make_profiler(config: Config, beat: Beat) -> Any:
+    """What traces some steps, or None where none are to be traced."""
+    if config.profile.step == 0:
+        return None
+    from ftrain.profiling import Profiler
+
+    return Profiler(config, beat)
+
+
+def trace(
+    trainer: Any, config: Config, source: Any, eval_source: Any, compile: Callable[[Any], Any]
+) -> tuple[Any, Any, Any]:
+    """The state's spec and the programs, from shapes alone. Checks every rule of the API.
+
+    From here on the trainer's config has the number of steps, also where epochs were asked for.
+    """
+    from ftrain.evaluation import Evaluation
+    from ftrain.initial import state_spec
+    from ftrain.step import StepPrograms
+    from ftrain.sync import HEADER
+    from ftrain.target import target_of
+
+    target = target_of(config, source.length)
+    trainer.config = config.model_copy(update={"steps": target.steps})
+    trainer.tx = trainer.optimizer()
+    spec = state_spec(trainer, config.seed)
+    programs = StepPrograms(
+        trainer,
+        spec,
+        source.shapes(config.batch_size // config.batch_shards),
+        source.treedef,
+        seed=config.seed,
+        reduce_dtype=config.reduce_dtype,
+        judged_shards=0 if config.on_nonfinite == "ignore" else config.batch_shards,
+        # Room for as many workers as there may be, not as there are: nothing about the programs,
+        # and so no bit of what they compute, may depend on the number of workers.
+        table_size=config.batch_shards * HEADER.size,
+        tree_shards=config.batch_shards if config.reduction == "reproducible" else None,
+    )
+    programs.check_shorter(target.shorter_shard(0, config.batch_shards))
+    evaluation = (
+        None
+        if eval_source is None
+        else Evaluation(
+            trainer,
+            spec,
+            eval_source,
+            batch_size=config.batch_size,
+            batch_shards=config.batch_shards,
+            reduction=config.reduction,
+            compile=compile,
+        )
+    )
+    check_best(config, programs, evaluation)
+    if evaluation is None and config.eval.every_steps:
+        raise TrainerError(
+            f"eval.every_steps={config.eval.every_steps} needs eval_dataset(); "
+            "define it, or leave the key out"
+        )
+    return spec, programs, evaluation
+
+
+def check_best(config: Config, programs: Any, evaluation: Any) -> None:
+    """The metric by which the best checkpoint is told must be one there is."""
+    if config.checkpoint.keep_best is None:
+        return
+    metric = config.checkpoint.keep_best.split()[1]
+    there = ["loss", *programs.metric_names]
+    there += [f"eval_{name}" for name in evaluation.names] if evaluation else []
+    if metric not in there:
+        raise TrainerError(
+            f"checkpoint.keep_best: {metric} is no metric of this trainer; it has "
+            + ", ".join(there)
+        )
+
+
+def compile_cache_folder(config: Config) -> str | None:
+    """Where compiled programs are kept, or None."""
+    if config.compile_cache == "off":
+        return None
+    folder = config.compile_cache
+    return os.path.abspath(
+        os.path.join(config.run_dir, "compile_cache") if folder == "auto" else folder
+    )
