@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ftrain.chaos.command import add_arguments
 from ftrain.config import Config, changed_keys, continue_problems, load_config, read_resolved
+from ftrain.doctor.command import add_doctor
 from ftrain.environment import resolve_platform, worker_environment
 from ftrain.errors import (
     EXIT_DEFECT,
@@ -117,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         if command is _chaos:
             add_arguments(sub)
             sub.set_defaults(command=_chaos)
+    add_doctor(commands)
     for reader in RUN_DIR_COMMANDS:
         sub = commands.add_parser(reader.name, help=reader.help, description=reader.help)
         sub.add_argument("run_dir", metavar="RUN_DIR", help="the run_dir of an `ftrain run`")

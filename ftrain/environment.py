@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ftrain.config import Config
 from ftrain.errors import ConfigError
@@ -89,7 +89,21 @@ def worker_environment(config: Config, platform: str, environ: Mapping[str, str]
     # Who goes through a set of names as it traces shall make the same program in every worker.
     env.setdefault("PYTHONHASHSEED", "0")
     env["FTRAIN_RUN_DIR"] = config.run_dir
+    env.update(direct_grpc(environ))
     return env
+
+
+def direct_grpc(environ: Mapping[str, str], hosts: Sequence[str] = ()) -> dict[str, str]:
+    """What keeps gRPC from asking a web proxy for the way to this host and to `hosts`.
+
+    With `http_proxy` set, as on many clusters, it asks it even for 127.0.0.1, and the coordinator
+    found none of its own tasks (jaxlib 0.10.2 and 0.12.0.1). The variable is gRPC's alone: what
+    user code gets by its proxies is not touched.
+    """
+    given = environ.get("no_grpc_proxy") or environ.get("no_proxy") or ""
+    direct = [name for name in given.split(",") if name]
+    own = [host for host in ("127.0.0.1", *hosts) if host not in direct]
+    return {"no_grpc_proxy": ",".join([*direct, *own])}
 
 
 def own_environment(

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ftrain.beat import Beat
-from ftrain.environment import own_environment, worker_environment
+from ftrain.endpoint import parse_endpoint
+from ftrain.environment import direct_grpc, own_environment, worker_environment
 from ftrain.forking import Template
 from ftrain.processes import Child, Ends, Exit, kill_strays, launch, reap_strays
 
@@ -71,6 +72,7 @@ class LocalHost:
         self._address, self._first_worker, self._memory = address, first_worker, list(memory)
         self._ears, self._logs, self._tell_groups = ears, logs, tell_groups
         self.env = worker_environment(config, platform, os.environ)
+        self.env.update(direct_grpc(self.env, [address]))
         self._children: dict[int, tuple[Child, Heard]] = {}  # by pid
         self.template: Template | None = None
 
@@ -119,6 +121,7 @@ class LocalHost:
         }
         place = worker - self._first_worker
         own = own_environment(self.env, self.platform, worker, incarnation, place)
+        own.update(direct_grpc(self.env, [parse_endpoint(address, "coordinator").host]))
         launched = False
 
         def begin(ends: Ends) -> int:

@@ -66,6 +66,8 @@ def find_placement(flags: argparse.Namespace, environ: Mapping[str, str]) -> Pla
                 f"{flag} {given}, and {found.launcher} says {told}; leave the flag out, or give "
                 "--nodes, --node-rank and --coordinator, and the environment is not read"
             )
+    if found.nodes == 1:
+        return None
     return _place(found.nodes, found.node_rank, flags.coordinator, found)
 
 

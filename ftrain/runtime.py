@@ -98,7 +98,9 @@ class Runtime:
         self._address, self._heartbeat_timeout_s = address, heartbeat_timeout_s
         jax.config.update("jax_enable_recoverability", True)
         if platform == "cpu":
-            jax.config.update("jax_cpu_collectives_implementation", "gloo")
+            # None for the default backend: collectives are a view's, and gloo would listen on
+            # whatever the machine's own name resolves to, or fail where it resolves to nothing.
+            jax.config.update("jax_cpu_collectives_implementation", None)
             # Only the first start needs all workers; a slow data set of one must not fail the rest.
             jax.config.update("jax_cpu_get_local_topology_timeout_minutes", 24 * 60)
             jax.config.update("jax_cpu_get_global_topology_timeout_minutes", 24 * 60)

@@ -1,7 +1,7 @@
 """What a launcher's environment says about the hosts of a run: SLURM, Open MPI, Kubernetes. No jax.
 
 Each reader takes an environment and says where this process stands, or None where its launcher did
-not start this process for several hosts. It reads no file and asks no one. The innermost launcher
+not start this process. It reads no file and asks no one. The innermost launcher
 is believed: `mpirun` inside a SLURM job, `srun` inside a pod. docs/placement.md has the table.
 """
 
@@ -16,11 +16,12 @@ from ftrain.errors import ConfigError
 
 ESCAPE = "or give --nodes 1 for a run on this host alone, or --nodes, --node-rank and --coordinator"
 FIXED_PORT = 61439  # just below the derived ones: where every host of a run has its own address
-PORTS = range(61440, 65536)  # above what Linux gives to outgoing connections
+PORTS = range(61440, 65500, 20)  # above what Linux gives to outgoing connections; the head's
+# coordination service takes one of the sixteen after its own
 
 
 class Found(NamedTuple):
-    """What a launcher said: more than one host, and which of them this is."""
+    """What a launcher said: how many hosts, and which of them this is."""
 
     launcher: str
     nodes: int
@@ -30,7 +31,7 @@ class Found(NamedTuple):
 
 
 def read_launcher(environ: Mapping[str, str]) -> Found | None:
-    """What the innermost launcher of several hosts said; None if there is none.
+    """What the innermost launcher said; None if there is none that starts one process a host.
 
     Raises:
       ConfigError: its variables are incomplete or contradict one another.
@@ -38,7 +39,7 @@ def read_launcher(environ: Mapping[str, str]) -> Found | None:
     for read in (read_open_mpi, read_slurm, read_kubernetes):
         found = read(environ)
         if found is not None:
-            return found if found.nodes > 1 else None
+            return found
     return None
 
 
@@ -125,7 +126,7 @@ def read_kubernetes(environ: Mapping[str, str]) -> Found | None:
 
 def derived_port(job: int, step: int) -> int:
     """A port that all hosts of a job's step find, and that its neighbours do not use."""
-    return PORTS[(job + 131 * step) % len(PORTS)]
+    return PORTS[(job + 7 * step) % len(PORTS)]
 
 
 class _Variables:

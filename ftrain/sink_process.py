@@ -21,6 +21,7 @@ import json
 import os
 import re
 import select
+import signal
 import socket
 import sys
 import traceback
@@ -122,6 +123,8 @@ def make_sink(job: dict[str, Any], config: Config) -> Any:
 
 def main() -> None:
     """Takes the job from the control pipe (descriptor given in argv); its end ends this."""
+    for number in (signal.SIGTERM, signal.SIGINT):  # to all of a SLURM step: the run still saves
+        signal.signal(number, lambda *_: None)
     control = int(sys.argv[1])
     job = json.loads(_first_line(control))
     end_with_parent(job["parent"])

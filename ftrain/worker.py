@@ -33,6 +33,7 @@ from ftrain.errors import (
     WorkerDiffersError,
 )
 from ftrain.user_code import load_trainer, user_traceback
+from ftrain.worker_signals import leave_stop_to_supervisor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,8 +148,7 @@ def start(job: Assignment, control: Control) -> NoReturn:
     """Makes this process that worker, whether it was launched or forked."""
     end_with_parent(job.parent)
     keep_stdout_for_user_code()
-    # Without handlers: whoever signals one worker gets what SIGKILL would give, a replacement.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    leave_stop_to_supervisor(control.stop_requested)
     beat = Beat(job.beat_fd)
     beat.keep_stacks()
     if "FTRAIN_CHAOS" in os.environ:  # only `ftrain chaos` sets it, and nothing is loaded without

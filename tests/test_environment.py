@@ -11,6 +11,7 @@ import pytest
 from ftrain.config import Config
 from ftrain.environment import (
     GPU_FLAGS,
+    direct_grpc,
     merge_flags,
     own_environment,
     resolve_platform,
@@ -241,3 +242,26 @@ def test_a_conflict_is_found_before_anything_starts():
     given = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     with pytest.raises(ConfigError, match="device_count=8, ftrain needs 1"):
         worker_environment(config(), "cpu", given)
+
+
+# Proxies.
+
+
+@pytest.mark.parametrize(
+    ("given", "hosts", "direct"),
+    [
+        ({}, [], "127.0.0.1"),
+        ({"no_proxy": "a,.lan"}, [], "a,.lan,127.0.0.1"),
+        ({"no_proxy": "a", "no_grpc_proxy": "b"}, ["10.0.0.1"], "b,127.0.0.1,10.0.0.1"),
+        ({"no_grpc_proxy": "127.0.0.1,"}, [], "127.0.0.1"),
+    ],
+)
+def test_grpc_asks_no_proxy_for_the_hosts_of_a_run(given, hosts, direct):
+    """And asks it for what it asked before: gRPC reads the second only without the first."""
+    assert direct_grpc(given, hosts) == {"no_grpc_proxy": direct}
+
+
+def test_workers_and_coordinator_reach_one_another_past_a_proxy():
+    """With the user's own proxies as they were."""
+    env = worker_environment(config(), "cpu", {"http_proxy": "http://proxy:3128"})
+    assert env["no_grpc_proxy"] == "127.0.0.1" and env["http_proxy"] == "http://proxy:3128"

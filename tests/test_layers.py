@@ -34,6 +34,7 @@ LAYERS = [
         "beat",
         "order",
         "compile_lock",
+        "doctor.finding",
         "interfaces",
         "match",
         "node_list",
@@ -41,6 +42,7 @@ LAYERS = [
         "memory_tier",
         "tree",
         "worker_logs",
+        "worker_signals",
         "undertaker",
         "wire",
     ],
@@ -90,11 +92,21 @@ LAYERS = [
         "retention",
         "chaos.disk",
         "chaos.plan",
+        "doctor.host",
     ],
     ["addresses", "placement"],
     ["reduction", "contribution"],
     ["update", "explain"],
-    ["sync", "identity", "checkpoint", "recoveries", "step_rules", "chaos.live"],
+    [
+        "sync",
+        "identity",
+        "checkpoint",
+        "recoveries",
+        "step_rules",
+        "chaos.live",
+        "doctor.network",
+        "doctor.probe",
+    ],
     [
         "config",
         "recorder",
@@ -127,6 +139,8 @@ LAYERS = [
     ["supervisor", "agent"],
     ["run_hosts"],
     ["check", "debug", "template", "checkpoints", "sink_process"],
+    ["doctor.devices"],
+    ["doctor.command"],
     ["cli"],
     ["__main__"],
 ]
@@ -144,6 +158,7 @@ PROCESS_SIDE = set(
     chaos.hook chaos.plan chaos.network chaos.disk chaos.orders chaos.live chaos.faults
     chaos.command
     __main__ keeper memory_tier retention
+    doctor.command doctor.finding doctor.host doctor.network doctor.devices
 """.split()
 )
 DEVICE_PACKAGES = {"jax", "jaxlib", "flax", "optax"}

@@ -46,6 +46,15 @@ def test_without_flags_the_environment_tells():
     assert place("") is None
 
 
+ONE = {**SLURM, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NODEID": "0"}
+
+
+def test_a_launcher_of_one_host_is_a_run_on_it():
+    """Job scripts give the address of the head whatever the number of nodes."""
+    assert place("", ONE) is None
+    assert place("--coordinator head:5000 --node-rank 0", ONE) is None
+
+
 def test_a_flag_may_add_what_the_environment_does_not_say():
     """Another network of the head's, or the address that Open MPI does not know."""
     assert place("--coordinator ib-gpu08:5000", SLURM) == (2, 1, "ib-gpu08", 5000)
@@ -57,6 +66,7 @@ def test_a_flag_may_add_what_the_environment_does_not_say():
     ("line", "environ", "said"),
     [
         ("--nodes 4", SLURM, "--nodes 4, and SLURM says 2; leave the flag out"),
+        ("--nodes 2", ONE, "--nodes 2, and SLURM says 1; leave the flag out"),
         ("--node-rank 0", SLURM, "--node-rank 0, and SLURM says 1; leave the flag out"),
         ("", HALF, "SLURM_NODEID is not set.*--nodes 1"),
         ("", MPI, "4 hosts without --coordinator, and Open MPI does not say"),
