@@ -82,6 +82,7 @@ class Agent:
         self._local: LocalHost | None = None
         self._undertaker: Child | None = None
         self._wire: Wire | None = None
+        self._told_able = False
         self._head_is_deaf = False  # it takes nothing in; lost at the next tick
         self._beat_at = self._call_at = float("-inf")
         self._alone_since = time.monotonic()
@@ -182,6 +183,7 @@ class Agent:
 
     def _greet(self, wire: Wire) -> None:
         self._wire, self._refused_since, self._head_is_deaf = wire, None, False
+        self._told_able = False
         self._ears.watch(wire, self._hear)
         wire.send(
             "hello",
@@ -300,6 +302,13 @@ class Agent:
                 order["worker"], order["incarnation"], order["address"], heard
             )
 
+    def _tell_able(self) -> None:
+        """Until the template is there the head starts nobody: its clock for a start would run."""
+        able = not self._local.template.pending
+        if able != self._told_able:
+            self._told_able = able
+            self._tell("able", able=able)
+
     def _on_line(self, number: int, pipe: str, line: str) -> None:
         if pipe == "records":
             self._seq += 1
@@ -336,6 +345,7 @@ class Agent:
         if self._wire is None:
             return
         self._wire.flush()
+        self._tell_able()
         self._start_due()
         for number, (_, beat) in self._children.items():
             self._tell_stacks(number, beat)

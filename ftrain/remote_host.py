@@ -107,7 +107,7 @@ class RemoteHost:
         self._stop, self._log = stop, log
         self.wire: Wire | None = None
         self.name = self.agent = ""
-        self.seen = False  # an agent has been here
+        self._able = False  # its template is no longer on its way
         self._numbers = itertools.count(1)
         self._children: dict[int, RemoteChild] = {}
         self._late: dict[int, Callable[[str], None]] = {}
@@ -116,8 +116,8 @@ class RemoteHost:
         self._best_rtt_s, self.clock_offset_s = float("inf"), 0.0
 
     def can_start(self) -> bool:
-        """Whether an agent is there."""
-        return self.wire is not None
+        """Whether an agent is there whose template is, or never will be."""
+        return self.wire is not None and self._able
 
     @property
     def has_workers(self) -> bool:
@@ -143,7 +143,7 @@ class RemoteHost:
     def attach(self, wire: Wire, hello: Message) -> None:
         """An agent is there, with nothing running."""
         self.wire, self.name, self.agent = wire, hello["name"], hello["agent"]
-        self.seen = True
+        self._able = False
         self._best_rtt_s = float("inf")
         self.tell("welcome", taken=self._taken.get(self.agent, 0))
 
@@ -154,10 +154,13 @@ class RemoteHost:
             self.wire = None
         lost, self._children = self._children, {}
         for child in lost.values():
-            self._late[child.number] = child.heard.late
-            if not child.pid:  # it may have been, and the word of it been lost
-                child.heard.started(0)
-            child.heard.ended(Exit(None, "SIGKILL"), reason)
+            self._end(child, Exit(None, "SIGKILL"), reason)
+
+    def _end(self, child: RemoteChild, ended: Exit, lost: str) -> None:
+        self._late[child.number] = child.heard.late
+        if not child.pid:  # it may have been started, and the word of it been lost
+            child.heard.started(0)
+        child.heard.ended(ended, lost)
 
     def tick(self, now: float) -> None:
         """Says that the head lives, and up to where it has the agent's records."""
@@ -189,9 +192,9 @@ class RemoteHost:
                     self._children[number].beat.take_stacks(text)
             case {"kind": "ended", "child": number, "exit": [code, signal]}:
                 if number in self._children:
-                    child = self._children.pop(number)
-                    self._late[number] = child.heard.late
-                    child.heard.ended(Exit(code, signal), "")
+                    self._end(self._children.pop(number), Exit(code, signal), "")
+            case {"kind": "able", "able": able}:
+                self._able = able
             case {"kind": "pong", "t": t, "clock": clock}:
                 self._compare_clocks(t, clock)
             case {"kind": "stop", "signal": signal, "again": again}:

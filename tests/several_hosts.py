@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import Run, is_alive
+from tests.runs import DEADLINE_S, Run, is_alive
 
 PORT = 17017
 LOSS_S = 4.0  # heartbeat_timeout_s of tests/hosts.yaml
@@ -186,7 +186,7 @@ class HostsRun:
         self.runs[rank].process.wait()
         return t
 
-    def wait_all(self) -> None:
+    def wait_all(self, deadline_s: float = DEADLINE_S) -> None:
         """Waits until all workers train together."""
 
         def all_train() -> bool:
@@ -194,7 +194,7 @@ class HostsRun:
             workers = started[-1]["config"]["cluster"]["workers"] if started else -1
             return bool(rows) and len(rows[-1]["workers"]) == workers
 
-        self.head.wait_until("all workers", all_train)
+        self.head.wait_until("all workers", all_train, deadline_s)
 
     def wait_without(self, workers: set[int], t: float) -> float:
         """Waits for the others' next commit; returns how long after `t` it came, in seconds."""

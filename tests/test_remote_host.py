@@ -47,6 +47,9 @@ class Told:
 def host() -> RemoteHost:
     host = RemoteHost(1, stop=lambda signal, again: None, log=lambda line: None)
     host.attach(FakeWire(), {"name": "b", "agent": "a1"})
+    assert not host.can_start()  # its template is on its way
+    host.take({"kind": "able", "able": True})
+    assert host.can_start()
     return host
 
 
@@ -105,6 +108,19 @@ def test_all_workers_of_a_lost_host_end_and_what_they_said_before_is_kept(host):
         ("ended", Exit(None, "SIGKILL"), "the loss of host 1"),
         ("late", "two"),
     ]
+
+
+def test_a_worker_that_ends_before_it_is_started_has_a_start_in_the_records(host):
+    """Ended while it waited for the template, or lost with its host."""
+    for end in (
+        lambda child: host.take(
+            {"kind": "ended", "child": child.number, "exit": [None, "SIGKILL"]}
+        ),
+        lambda child: host.lose("gone"),
+    ):
+        child, told = start(host)
+        end(child)
+        assert [call[0] for call in told.calls] == ["started", "ended"]
 
 
 def test_another_agent_s_records_are_counted_anew(host):

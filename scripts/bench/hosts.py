@@ -24,6 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from tests.several_hosts import HostsRun, hosts_run
 
+HEAD_S = 45  # that agents call a head which is gone
+COMPILE_S = 300.0  # at the first start, on each host by itself
+
 
 def lose(hosts: HostsRun, rank: int, how: str) -> dict[str, float]:
     """One loss and return of a host that is not the head."""
@@ -100,11 +103,11 @@ def main() -> None:
     arguments = parser.parse_args()
     shutil.rmtree(arguments.run_dir, ignore_errors=True)
     arguments.run_dir.parent.mkdir(parents=True, exist_ok=True)
-    sets = ["steps=1000000", "cluster.start_timeout_s=20", *arguments.set]
+    sets = ["steps=1000000", f"cluster.start_timeout_s={HEAD_S}", *arguments.set]
     rows = []
     with hosts_run(arguments.config, arguments.run_dir, *sets, hosts=arguments.hosts) as hosts:
         for number in range(arguments.losses):
-            hosts.wait_all()
+            hosts.wait_all(COMPILE_S)
             hosts.head.wait_for_steps(30)
             rows.append(lose(hosts, 1 + number % (arguments.hosts - 1), arguments.how))
             print(number, {k: round(v, 2) for k, v in rows[-1].items()}, flush=True)
