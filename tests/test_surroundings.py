@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -15,17 +18,36 @@ HAS_NAMES = (
 )
 
 
+# As /proc/net/tcp and tcp6 have them: 127.0.0.1, also as an IPv6 address.
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
+
+
+def listening(pid: int) -> set[str]:
+    """The addresses on which a process takes connections."""
+    found = set()
+    with contextlib.suppress(FileNotFoundError):  # it has just ended
+        links = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()}
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and f"socket:[{fields[9]}]" in links:
+                    found.add(fields[1].split(":")[0])
+    return found
+
+
 @pytest.mark.skipif(not HAS_NAMES, reason="no user and host name namespaces here")
 def test_a_run_minds_neither_an_unknown_host_name_nor_a_dead_proxy(tmp_path):
-    """The machine's own name resolves to nothing, and no web proxy answers."""
+    """The machine's own name resolves to nothing, no web proxy answers; all is on loopback."""
     script = 'hostname no-such-host-xyz; exec "$@"'
     proxies = dict.fromkeys(("http_proxy", "https_proxy", "grpc_proxy"), "http://127.0.0.1:9")
     with running(
         "configs/linear.yaml",
         tmp_path / "run",
-        "steps=20",
+        "steps=300",
         prefix=["unshare", "-Ur", "--uts", "sh", "-c", script, "sh"],
         env=proxies,
     ) as run:
+        run.wait_for_step(1)
+        assert {at for pid in run.processes() for at in listening(pid)} <= LOOPBACK
         assert run.finish() == 0
-        assert len(run.metrics()) == 20
+        assert len(run.metrics()) == 300
