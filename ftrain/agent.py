@@ -82,6 +82,7 @@ class Agent:
         self._local: LocalHost | None = None
         self._undertaker: Child | None = None
         self._wire: Wire | None = None
+        self._head_is_deaf = False  # it takes nothing in; lost at the next tick
         self._beat_at = self._call_at = float("-inf")
         self._alone_since = time.monotonic()
         self._refused_since: float | None = None
@@ -180,7 +181,7 @@ class Agent:
             )
 
     def _greet(self, wire: Wire) -> None:
-        self._wire, self._refused_since = wire, None
+        self._wire, self._refused_since, self._head_is_deaf = wire, None, False
         self._ears.watch(wire, self._hear)
         wire.send(
             "hello",
@@ -252,11 +253,12 @@ class Agent:
 
     def _tell(self, kind: str, **fields: Any) -> None:
         """Says something to the head. If it is far behind, this host waits, and so its workers."""
-        if self._wire is None:
+        if self._wire is None or self._head_is_deaf:
             return
         self._wire.send(kind, **fields)
         if self._wire.backlog > BACKLOG_BYTES:
             self._wire.flush_within(self._config.cluster.heartbeat_timeout_s, BACKLOG_BYTES // 2)
+            self._head_is_deaf = self._wire.backlog > BACKLOG_BYTES
 
     def _lose_head(self, reason: str) -> None:
         """The head counts this host as lost: nothing of it may live when it calls again (R9)."""
@@ -329,6 +331,8 @@ class Agent:
             self._hear()  # this process may have been stopped itself, with all of it waiting
         if self._wire is not None and now > self._wire.heard_at + patience_s:
             self._lose_head(f"no word for {now - self._wire.heard_at:.1f} s")
+        elif self._head_is_deaf and self._wire is not None:
+            self._lose_head("it takes nothing in")
         if self._wire is None:
             return
         self._wire.flush()

@@ -8,8 +8,23 @@ promotion stays standard: optax's Adam does not pass under the strict one (optax
 from __future__ import annotations
 
 import os
+import shutil
+
+import pytest
+
+from ftrain.memory_tier import MEMORY, RUN
 
 
 def pytest_configure() -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_snapshots_left(tmp_path_factory):
+    """Runs that tests killed and did not continue leave theirs in memory."""
+    yield
+    top = str(tmp_path_factory.getbasetemp())
+    for file in MEMORY.glob(f"ftrain-{os.getuid()}-*/{RUN}"):
+        if file.exists() and file.read_text().startswith(top):
+            shutil.rmtree(file.parent, ignore_errors=True)

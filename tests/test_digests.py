@@ -32,8 +32,8 @@ def test_device_and_host_give_the_same(name):
 
 def test_leaves_are_joined_and_cut_as_the_device_likes(monkeypatch):
     """Small ones before, between and after large ones; nothing at all."""
-    tree = {f"{i:03d}": jnp.arange(i % 7 * 10.0) for i in range(40)}
-    tree["017"] = jnp.arange(1000.0)
+    tree = {f"{i:03d}": jnp.arange(i % 7 * 10.0) for i in range(12)}
+    tree["005"] = jnp.arange(1000.0)
     spec, state = state_of(tree)
     before = on_device(spec, state)
     for small, chunk in ((1, 7), (64, 100), (1 << 20, 1 << 20)):

@@ -119,7 +119,9 @@ def test_data_opens_without_a_device_or_sklearn():
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name", ["linear", "digits", pytest.param("chars", marks=pytest.mark.slow)]
+)
 def test_loss_goes_down_in_20_steps(name):
     driven = Driven(name, *RECIPES[name])
     metrics = [driven.step() for _ in range(20)]

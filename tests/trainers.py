@@ -467,12 +467,13 @@ class TextInState(Paced):
 
 
 class Large(Paced):
-    """50 MB of parameters, which every step changes."""
+    """50 MB of model state, which every update changes."""
 
     def init_params(self, key):
         init = super().init_params(key)
-        return init._replace(params={**init.params, "large": jnp.zeros(12_500_000)})
+        return init._replace(model_state={**init.model_state, "large": jnp.zeros(12_500_000)})
 
     def update(self, state, grads):
         new = super().update(state, grads)
-        return new.replace(params={**new.params, "large": state.params["large"] + 1})
+        large = new.model_state["large"] + 1
+        return new.replace(model_state={**new.model_state, "large": large})

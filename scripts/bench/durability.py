@@ -5,9 +5,9 @@ durability.py moments [--times 20] [--seed 0] [--json FILE]
 
 `cost`: the pause per save and the time to restore against the size of the state, in this process.
 `moments`: so many runs are stopped with SIGTERM or killed with everything they started, in turn, at
-random moments from their first on, and continued by the same command; each must end with the
-metrics and the state, to the bit, of the run that nobody disturbed, and with each sample used as
-often.
+random moments, half of them drawn from the seconds since the start and half from the steps, and
+continued by the same command; each must end with the metrics and the state, to the bit, of the run
+that nobody disturbed, and with each sample used as often.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -180,8 +181,9 @@ def moments(times: int, seed: int) -> dict[str, Any]:
         trials = []
         for i in range(times):
             how = "SIGTERM" if i % 2 == 0 else "kill all"
-            after_s = chance.uniform(0, seconds)
-            trials.append(trial(config, Path(top) / f"run{i}", how, after_s, wanted))
+            after_s = chance.uniform(0, seconds) if i % 4 < 2 else None
+            at_step = chance.randrange(1, len(wanted["rows"]))
+            trials.append(trial(config, Path(top) / f"run{i}", how, after_s, at_step, wanted))
             print(f"{i + 1:2d} {trials[-1]}", flush=True)
     good = sum(t["equal"] for t in trials)
     print(f"{good} of {times} ended with the metrics and the state of the undisturbed run")
@@ -189,14 +191,22 @@ def moments(times: int, seed: int) -> dict[str, Any]:
 
 
 def trial(
-    config: Path, run_dir: Path, how: str, after_s: float, wanted: dict[str, Any]
+    config: Path,
+    run_dir: Path,
+    how: str,
+    after_s: float | None,
+    at_step: int,
+    wanted: dict[str, Any],
 ) -> dict[str, Any]:
-    """One run that is disturbed once and continued."""
+    """One run that is disturbed once, after some seconds or at a step, and continued."""
     from tests.runs import running
 
     with running(config, run_dir, *SETS) as run:
-        with contextlib.suppress(Exception):
-            run.process.wait(after_s)
+        if after_s is None:
+            run.wait_for_step(at_step)
+        else:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                run.process.wait(after_s)
         reached = run.metrics()[-1]["step"] if run.metrics() else 0
         if how == "SIGTERM":
             with contextlib.suppress(ProcessLookupError):
@@ -212,7 +222,7 @@ def trial(
         rewound = sum(m.get("rewound", False) for m in run.metrics())
     return {
         "how": how,
-        "after_s": round(after_s, 2),
+        "after_s": after_s and round(after_s, 2),
         "step": reached,
         "exit_code": code,
         "restored": restored,

@@ -18,6 +18,7 @@ PLACES = {
     "at_its_check": "{'ftrain.mesh:DataPlane.sum': 25, 'ftrain.sync:differ': 2}",
     "in_the_settle": "{'ftrain.mesh:DataPlane.sum': 25, 'ftrain.membership:Members._meet': 2}",
 }
+OFTEN = ("in_a_step", "in_the_sync")  # the others with `-m slow`
 TIMES = 10
 NEXT_COMMIT_S = 4.0  # under the deadlines of a settle (10 s) and of gloo's connecting (30 s)
 
@@ -35,7 +36,13 @@ def failures(run: Run) -> list[dict]:
 
 
 @pytest.mark.parametrize("worker", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("where", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param(where, id=name, marks=[pytest.mark.slow] * (name not in OFTEN))
+        for name, where in PLACES.items()
+    ],
+)
 def test_all_abort_together_and_no_process_ends(tmp_path, where, worker, sets=()):
     """Ten failures in one run: each step once, replicas agree, each retry at once."""
     sets = ["steps=400", "cluster.workers=2", *failing(where, worker), *sets]

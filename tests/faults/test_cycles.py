@@ -34,6 +34,7 @@ def check_flat(rows: list[dict[str, int]]) -> None:
         assert row["rss_mb"] <= settled["rss_mb"] * 1.15 + 10
 
 
+@pytest.mark.slow
 def test_eight_cycles_leave_nothing_behind(tmp_path):
     """Each leaked view would show as some 6 descriptors and 10 threads."""
     check_flat(held_after(8, tmp_path))

@@ -19,7 +19,7 @@ CONFIG = (ORDERED, f"cluster.hang_timeout_s={HANG_TIMEOUT_S}")
 @pytest.mark.parametrize(
     "fault, at, function",
     [
-        ("sleep", "dataset", "batch_at"),
+        pytest.param("sleep", "dataset", "batch_at", marks=pytest.mark.slow),
         pytest.param("sleep", "hook", "phase", marks=pytest.mark.slow),
         ("spin", "update", "_spin"),
         pytest.param("device", "gradient", "_device", marks=pytest.mark.slow),
@@ -83,7 +83,8 @@ def test_a_worker_that_was_stopped_for_a_while_goes_on_as_if_nothing_were(tmp_pa
         assert {e["reason"] for e in run.events("worker_exited")} == {"the end of the run"}
 
 
-@pytest.mark.parametrize("late_s", [12, pytest.param(45, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("late_s", [12, 45])
 def test_a_slow_peer_is_not_a_dead_peer(tmp_path, late_s):
     """Later with its batch than the heartbeat, or gloo's 30 s: it costs that, and no membership."""
     sets = [ORDERED, "steps=60", "cluster.heartbeat_timeout_s=5"]
@@ -101,7 +102,7 @@ def test_a_slow_peer_is_not_a_dead_peer(tmp_path, late_s):
 
 
 @pytest.mark.parametrize(
-    "at", ["restore", *(pytest.param(p, marks=pytest.mark.slow) for p in ("connect", "compile"))]
+    "at", [pytest.param(p, marks=pytest.mark.slow) for p in ("restore", "connect", "compile")]
 )
 def test_a_start_that_never_ends_is_bounded_and_named(tmp_path, at):
     """Ten times the timeout where much may take long: then it is ended, and tried again."""

@@ -28,7 +28,14 @@ CONFIG = (
 )
 
 
-@pytest.mark.parametrize("phase", PHASES)
+# All of them with `-m slow`; here those in which the others are most entangled with the dead one.
+OFTEN = ("settle", "sync", "gradient", "reduce", "update", "hook")
+
+
+@pytest.mark.parametrize(
+    "phase",
+    [p if p in OFTEN else pytest.param(p, marks=pytest.mark.slow) for p in PHASES],
+)
 def test_death_at_the_beginning_of_a_phase(tmp_path, phase):
     """Whoever comes to it first dies there: at the start, and again when two of four are killed."""
     run_dir = tmp_path / "run"
