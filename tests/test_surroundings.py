@@ -6,11 +6,12 @@ import contextlib
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.runs import running
+from tests.runs import REPOSITORY, environment, running
 
 HAS_NAMES = (
     shutil.which("unshare") is not None
@@ -51,3 +52,29 @@ def test_a_run_minds_neither_an_unknown_host_name_nor_a_dead_proxy(tmp_path):
         assert {at for pid in run.processes() for at in listening(pid)} <= LOOPBACK
         assert run.finish() == 0
         assert len(run.metrics()) == 300
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("pod", "code"), [(True, 75), (False, 2)])
+def test_a_pod_whose_head_has_no_name_yet_is_to_be_started_again(tmp_path, rank, pod, code):
+    """Exit 2 would end the JobSet for good; a name given by hand is more likely wrong."""
+    as_pod = {
+        "FTRAIN_NODES": "2",
+        "JOB_COMPLETION_INDEX": f"{rank}",
+        "HOSTNAME": f"job-worker-0-{rank}",
+        "JOBSET_NAME": "no-such-service.invalid",
+    }
+    head = "job-worker-0-0.no-such-service.invalid"
+    flags = ["--nodes", "2", "--node-rank", f"{rank}", "--coordinator", f"{head}:5000"]
+    done = subprocess.run(
+        [sys.executable, "-m", "ftrain.cli", "run", "configs/linear.yaml"]
+        + ["--run-dir", str(tmp_path), "--set", "cluster.start_timeout_s=1"]
+        + ([] if pod else flags),
+        cwd=REPOSITORY,
+        env={**environment(), **(as_pod if pod else {})},
+        text=True,
+        capture_output=True,
+        timeout=60,
+    )
+    assert done.returncode == code, done.stderr
+    assert f"{head} does not resolve on " in done.stderr
