@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from ftrain.endpoint import Endpoint, is_ip, is_loopback, is_routable, is_unspecified
-from ftrain.errors import AddressError
+from ftrain.errors import AddressError, UnresolvedError
 from ftrain.interfaces import local_addresses
 
-RESOLVE_S = 10.0  # for a name to resolve: under Kubernetes it appears seconds after its pod
+RESOLVE_S = 10.0  # for a name to resolve; a pod's may take longer, see `placement`
 RETRY_S = 0.5
 MAX_SHOWN = 6  # addresses in a message
 
@@ -41,7 +41,7 @@ def resolve(
     """The IP addresses of a host; asked again until there is one, for `patience_s` at most.
 
     Raises:
-      AddressError: there is none yet, or the resolver itself has not answered.
+      UnresolvedError: there is none yet, or the resolver itself has not answered.
     """
     answers: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
     end, why = time.monotonic() + patience_s, [f"no answer from the resolver in {patience_s:g} s"]
@@ -64,7 +64,7 @@ def resolve(
         found = answers.get(timeout=patience_s + 1)
         if found:
             return found
-    raise AddressError(
+    raise UnresolvedError(
         f"{host} does not resolve on {socket.gethostname()}: {why[0]}; correct the name, add it to "
         "DNS or /etc/hosts on every host, or give the IP address"
     )

@@ -9,6 +9,7 @@ with nothing running. Does the head not answer for `start_timeout_s`, the attemp
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import os
 import secrets
@@ -23,7 +24,7 @@ from ftrain.beat import COLLECTIVES, Beat
 from ftrain.config import Config
 from ftrain.ears import Ears
 from ftrain.endpoint import Endpoint
-from ftrain.errors import EXIT_REFUSED, EXIT_TRY_AGAIN
+from ftrain.errors import EXIT_REFUSED, EXIT_TRY_AGAIN, AddressError
 from ftrain.hosts import ids_of
 from ftrain.local_host import Heard, LocalHost
 from ftrain.meeting_point import use_interface
@@ -112,7 +113,8 @@ class Agent:
 
     def _open(self) -> None:
         """This host's own address is the one on the way to the head."""
-        self._addresses = dial_addresses(self._head)
+        patience_s = self._place.patience_s(self._config.cluster.start_timeout_s)
+        self._addresses = dial_addresses(self._head, patience_s=patience_s)
         own, _ = local_address_towards(self._addresses[0].host)
         use_interface(own, os.environ)
         workers = ids_of(self._place.node_rank, self._place.nodes, self._config.cluster.workers)
@@ -172,6 +174,8 @@ class Agent:
             except WireError as error:
                 self._why_alone = f"{address}: {error}"
                 self._give_up_if_refused(now)
+        with contextlib.suppress(AddressError):  # another pod of its name has another address
+            self._addresses = dial_addresses(self._head, patience_s=0)
 
     def _give_up_if_refused(self, now: float) -> None:
         self._refused_since = self._refused_since or now

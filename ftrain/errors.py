@@ -151,6 +151,10 @@ class AddressError(ConfigError):
     """
 
 
+class UnresolvedError(AddressError):
+    """Raised when a name has no address, or none yet."""
+
+
 class TrainerError(ConfigError):
     """Raised when the trainer's code breaks a rule of the API; nothing has started (exit 2)."""
 

@@ -6,7 +6,7 @@ import dataclasses
 import socket
 from collections.abc import MutableMapping
 
-from ftrain.addresses import head_address, listen
+from ftrain.addresses import RESOLVE_S, head_address, listen
 from ftrain.endpoint import Endpoint
 from ftrain.interfaces import local_addresses
 from ftrain.placement import Placement
@@ -45,12 +45,20 @@ def use_interface(address: str, environ: MutableMapping[str, str]) -> None:
         environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
-def open_meeting_point(placement: Placement, token: bytes) -> MeetingPoint:
+def open_meeting_point(
+    placement: Placement, token: bytes, patience_s: float = RESOLVE_S
+) -> MeetingPoint:
     """Listens where the placement says that the head is.
+
+    Args:
+      placement: this host's, rank 0.
+      token: the run's.
+      patience_s: for the head's own name to resolve.
 
     Raises:
       AddressError: that is no address of this host's, or the port is taken.
     """
-    at = head_address(Endpoint(placement.coordinator_host, placement.coordinator_port))
+    given = Endpoint(placement.coordinator_host, placement.coordinator_port)
+    at = head_address(given, patience_s=patience_s)
     listener = listen(at)
     return MeetingPoint(placement.nodes, at, listener, token)

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 from collections.abc import Mapping
 
+from ftrain.addresses import RESOLVE_S
 from ftrain.endpoint import parse_endpoint
 from ftrain.errors import ConfigError
 from ftrain.schedulers import FIXED_PORT, Found, read_launcher
@@ -19,6 +20,11 @@ class Placement:
     node_rank: int  # 0 .. nodes - 1
     coordinator_host: str  # of the head, as every host may name it: a name, an IPv4, an IPv6
     coordinator_port: int  # where the head's supervisor listens
+    head_comes_late: bool = False  # its name may resolve minutes from now: it is a pod's
+
+    def patience_s(self, start_timeout_s: float) -> float:
+        """How long a name that does not resolve is waited for."""
+        return start_timeout_s if self.head_comes_late else RESOLVE_S
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -115,4 +121,10 @@ def _place(nodes: int, rank: int, coordinator: str | None, found: Found | None) 
             f"{nodes} hosts without --coordinator{who}; give --coordinator HOST:PORT of the host "
             f"of rank 0 on every host, such as --coordinator head:{port}"
         )
-    return Placement(nodes=nodes, node_rank=rank, coordinator_host=host, coordinator_port=port)
+    return Placement(
+        nodes=nodes,
+        node_rank=rank,
+        coordinator_host=host,
+        coordinator_port=port,
+        head_comes_late=found is not None and found.launcher == "Kubernetes",
+    )

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable
 
 from ftrain.agent import Agent
 from ftrain.config import Config
 from ftrain.door import tell_hosts
 from ftrain.ears import Ears
-from ftrain.errors import EXIT_DEFECT, EXIT_REFUSED, ConfigError, FtrainError
+from ftrain.errors import (
+    EXIT_DEFECT,
+    EXIT_REFUSED,
+    EXIT_TRY_AGAIN,
+    ConfigError,
+    FtrainError,
+    UnresolvedError,
+)
 from ftrain.meeting_point import MeetingPoint, open_meeting_point, use_interface
 from ftrain.placement import Placement
 from ftrain.run_lock import RunLock, host_lock
@@ -54,7 +62,11 @@ def run_head(
     check_hosts(config, placement)
     token = given_token(os.environ, token_file)
     os.makedirs(config.run_dir, exist_ok=True)
-    meeting = open_meeting_point(placement, token or make_token(config.run_dir))
+    patience_s = placement.patience_s(config.cluster.start_timeout_s)
+    try:
+        meeting = open_meeting_point(placement, token or make_token(config.run_dir), patience_s)
+    except UnresolvedError as error:
+        return _not_yet(placement, error)
     use_interface(meeting.address, os.environ)
     verdict = Verdict(EXIT_DEFECT, "a defect of ftrain on the head, which has printed a traceback")
     try:
@@ -92,8 +104,18 @@ def run_agent(
             lock=RunLock(config.run_dir, host_lock(config.run_dir, placement.node_rank)),
             screen=screen,
         ).run()
+    except UnresolvedError as error:
+        return _not_yet(placement, error)
     finally:
         screen.close()
+
+
+def _not_yet(placement: Placement, error: UnresolvedError) -> int:
+    """A pod's name that does not resolve yet may do so the next time; any other is refused."""
+    if not placement.head_comes_late:
+        raise error
+    sys.stderr.write(f"{error}; or the head's pod is not there yet: the same command tries again\n")
+    return EXIT_TRY_AGAIN
 
 
 def with_own_folders(config: Config, rank: int) -> Config:

@@ -95,7 +95,8 @@ LAYERS = [
         "chaos.plan",
         "doctor.host",
     ],
-    ["addresses", "placement"],
+    ["addresses"],
+    ["placement"],
     ["reduction", "contribution"],
     ["update", "explain"],
     [
