@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 KEPT = 2  # snapshots
 DUTY = 0.1  # of the time that may go into snapshots nobody asked to have on disk
-# Of the time that training may wait for their copies. A GPU's state of 1.2 GB took more than a second
-# each: a quarter of the time, at one every five seconds.
+# Of the time that training may wait for their copies. A GPU's state of 1.2 GB took more than a
+# second each: a quarter of the time, at one every five seconds.
 PAUSE_DUTY = 0.01
 RETRY_S = 1.0  # between attempts to save the last state
 

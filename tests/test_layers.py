@@ -156,7 +156,8 @@ PROCESS_SIDE = set(
     verdict stacks warden target match pretrained checkpoints
     findings records recoveries step_rules fault_rules verify goodput
     run_now board panel status lanes report
-    agent coordination door hosts local_host meeting_point remote_host run_hosts run_token undertaker wire
+    agent coordination door hosts local_host meeting_point remote_host run_hosts run_token
+    undertaker wire
     addresses endpoint interfaces node_list placement schedulers
     sinks sink_process prometheus tensorboard following
     chaos.hook chaos.plan chaos.network chaos.disk chaos.orders chaos.live chaos.faults
