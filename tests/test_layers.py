@@ -206,6 +206,7 @@ def imports(module: str) -> set[str]:
     return set(module_level(tree(module).body))
 
 
+@cache
 def own_imports(module: str) -> set[str]:
     """The modules of ftrain that `module` imports at its own import."""
     asked = {name.removeprefix("ftrain.") for name in imports(module) if name.startswith("ftrain.")}
