@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ftrain.beat import Reading
-from ftrain.goodput import Goodput, in_order
+from ftrain.goodput import Goodput
 from ftrain.records import Commit, Event, Records
 from ftrain.recoveries import is_death
 from ftrain.run_now import RunNow, WorkerNow
@@ -52,7 +52,7 @@ class Board:
 
     def read(self, records: Records) -> None:
         """Takes in what has been recorded so far."""
-        for fact in in_order(records):
+        for fact in (fact for session in records.sessions for fact in session.in_order()):
             if isinstance(fact, Event):
                 self.event(fact)
             else:

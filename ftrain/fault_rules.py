@@ -6,8 +6,9 @@ hangs        a stuck worker was found within what its phase may take, and then e
 recoveries   after a death the run went on: no silence longer than the watchdog allows while
              somebody has the state, and the time of a start if nobody has. A replacement took part
              within the time of a start.
-checkpoints  the newest that was saved to disk is there, and nothing was restored that no record
-             says was saved (unknown after a supervisor that died without a word)
+checkpoints  the newest that was saved to disk is there, and what was restored had been committed
+             (unknown after a supervisor that died without a word); that who saved it died before it
+             could say so leaves it unknown
 exit         `run_finished` names the newest step. Exit 0 means that the target is reached and its
              checkpoint is saved; "state saved" means that of its step. Without the event the exit
              code is unknown.
@@ -25,7 +26,7 @@ from typing import Any
 
 from ftrain.beat import UNHURRIED
 from ftrain.findings import FAIL, NOTE, UNKNOWN, Finding
-from ftrain.records import Event, Records, Session
+from ftrain.records import Commit, Event, Records, Session
 from ftrain.recoveries import Recovery
 from ftrain.recoveries import recoveries as recoveries_of
 from ftrain.run_lock import running_supervisor
@@ -34,6 +35,7 @@ from ftrain.watchdog import UNHURRIED_TIMES
 SETTLE_S = 10.0  # the deadline of a meeting that nobody can end (membership.SETTLE_TIMEOUT_S)
 SLACK_S = 5.0  # of a machine that has other things to do
 FENCE_S = 10.0  # to be told that a fence is up
+SAVES = ("checkpoint_saved", "checkpoint_restored")  # what was read from disk is there
 WAITS = ("view_changed", "worker_exited", "step_aborted", "hang_detected", "evaluated")
 
 
@@ -205,28 +207,37 @@ def _slow(what: str, recovery: Recovery) -> Finding:
 
 
 def checkpoints(run: Records) -> Iterator[Finding]:
-    """What was saved is there; what was restored had been saved."""
-    saved: set[tuple[int, str]] = set()
+    """What was saved is there; what was restored had been committed, and saved."""
+    saved: set[int] = {0}
+    committed: set[int] = {0}
     newest: int | None = None
-    died_silently = False
+    silent = False
     for session in run.sessions:
-        for event in session.named("checkpoint_saved", "checkpoint_restored"):
-            at = (event["step"], event["tier"])
-            if event.name == "checkpoint_saved":
-                saved.add(at)
-                newest = event["step"] if event["tier"] == "disk" else newest
-            elif at not in saved:
-                what = f"step {at[0]} was restored from {at[1]}, and no record says it was saved"
-                severity = UNKNOWN if died_silently else FAIL
-                yield Finding("checkpoints", severity, what, step=at[0])
-        died_silently = died_silently or session.finished is None
+        for fact in session.in_order():
+            if isinstance(fact, Commit):
+                committed.add(fact.step)
+            elif fact.name == "checkpoint_saved" and fact["tier"] == "disk":
+                newest = fact["step"]
+                saved.add(newest)
+            elif fact.name == "checkpoint_restored":
+                yield from _restored(fact, committed, saved, silent)
+        silent = silent or session.finished is None
     if newest is not None and not _is_there(run, newest):
-        yield Finding(
-            "checkpoints",
-            FAIL,
-            f"checkpoint {newest} was saved, and is not in checkpoints/",
-            step=newest,
-        )
+        what = f"checkpoint {newest} was saved, and is not in checkpoints/"
+        yield Finding("checkpoints", FAIL, what, step=newest)
+
+
+def _restored(
+    event: Event, committed: set[int], saved: set[int], silent: bool
+) -> Iterator[Finding]:
+    """Snapshots in memory are too many to be recorded: of those the commit alone is asked for."""
+    step, tier = event["step"], event["tier"]
+    if step not in committed:
+        what = f"step {step} was restored from {tier}, and no line says that it was committed"
+        yield Finding("checkpoints", UNKNOWN if silent else FAIL, what, step=step)
+    elif tier == "disk" and step not in saved:
+        what = f"step {step} was restored from disk; who saved it died before it could say so"
+        yield Finding("checkpoints", UNKNOWN, what, step=step)
 
 
 def _is_there(run: Records, step: int) -> bool:
@@ -242,7 +253,7 @@ def exit_code(run: Records) -> Iterator[Finding]:
         for event in session.events:
             if event.name == "target_known":
                 target = event
-            elif event.name in ("checkpoint_saved", "checkpoint_restored"):
+            elif event.name in SAVES and event["tier"] == "disk":
                 saved.add(event["step"])
         if session.commits:
             step, samples = session.commits[-1].step, session.commits[-1].samples

@@ -10,9 +10,7 @@ defines the parts, and says what others call them.
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import math
-from collections.abc import Iterator
 from typing import Any
 
 from ftrain.records import Commit, Event, Records
@@ -238,15 +236,9 @@ class Goodput:
 def breakdown(records: Records, now: float | None = None) -> Breakdown:
     """Where the wall time of a run went, up to its last record or, while it runs, up to `now`."""
     account = Goodput()
-    for fact in in_order(records):
+    for fact in (fact for session in records.sessions for fact in session.in_order()):
         if isinstance(fact, Event):
             account.event(fact)
         else:
             account.commit(fact)
     return account.at(now)
-
-
-def in_order(records: Records) -> Iterator[Event | Commit]:
-    """All that a run recorded, in the order of times."""
-    for session in records.sessions:
-        yield from heapq.merge(session.events, session.commits, key=lambda fact: fact.t)

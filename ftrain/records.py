@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import heapq
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -122,6 +123,10 @@ class Session:
     def last_t(self) -> float:
         """When the last that is known of it happened."""
         return max([self.events[-1].t, *(c.t for c in self.commits[-1:])])
+
+    def in_order(self) -> Iterator[Event | Commit]:
+        """Its events and commits, in the order of times."""
+        return heapq.merge(self.events, self.commits, key=lambda fact: fact.t)
 
     def named(self, *names: str) -> Iterator[Event]:
         """Its events of those names, in order."""

@@ -46,7 +46,7 @@ RULES = (
     Rule("recoveries", "after each fault the run went on in time", fault_rules.recoveries),
     Rule(
         "checkpoints",
-        "those named are there, and what was restored had been saved",
+        "those named are there, and what was restored was of this run",
         fault_rules.checkpoints,
     ),
     Rule("exit", "the exit code is what the records say", fault_rules.exit_code),

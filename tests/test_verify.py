@@ -132,9 +132,9 @@ BREAKERS = {
     "hangs: found late": ("hangs", change_event("hang_detected", seconds=40.0)),
     "recoveries: nothing for a minute": ("recoveries", delay_after_death),
     "recoveries: never back": ("recoveries", never_back),
-    "checkpoints: restored, never saved": (
+    "checkpoints: restored, never committed": (
         "checkpoints",
-        lambda run: run.events.remove(run.named("checkpoint_saved")[0]),
+        change_event("checkpoint_restored", step=15),
     ),
     "checkpoints: named, not there": ("checkpoints", lambda run: run.saved.discard(20)),
     "exit: 0 short of the target": ("exit", change_event("target_known", 1, steps=21)),
@@ -206,6 +206,17 @@ def test_lines_that_a_supervisor_took_with_it_are_unknown(tmp_path):
     unknown = dict(found(verdict, UNKNOWN))
     assert "steps 9 to 10 are missing: committed" in unknown["lineage"]
     assert "step 10 was restored" in unknown["checkpoints"]
+
+
+def test_a_checkpoint_whose_writer_died_before_it_could_say_so_is_unknown(tmp_path):
+    """It is there, and of a committed step; of snapshots in memory nothing more is recorded."""
+    run = good_run()
+    run.events.remove(run.named("checkpoint_saved")[0])
+    verdict = judged(run, tmp_path)
+    assert verdict.ok and {rule for rule, _ in found(verdict, UNKNOWN)} == {"checkpoints"}
+    for event in run.named("checkpoint_restored"):
+        event["tier"] = "memory"
+    assert found(judged(run, tmp_path), UNKNOWN) == []
 
 
 def test_replicas_that_differed_and_were_mended_are_a_note(tmp_path):
