@@ -133,9 +133,9 @@ def test_status_line_shows_the_last_step_and_the_time_left():
     fields = {"loss": 1.0, "workers": (0,), "step_time_s": 0.1}
     fields |= {"digest": "", "rewound": False, "metrics": {}}
     board.commit(Commit(t=1.0, step=1, samples=50, **fields))
-    assert board.snapshot(1.0).target is None
+    assert board.now(1.0).target is None
     known = {"steps": 21, "samples": 1003, "dataset_length": 1003}
     board.event(Event(1.5, "target_known", known))
     board.commit(Commit(t=2.0, step=2, samples=100, **fields))
-    line = one_line(board.snapshot(2.0))
+    line = one_line(board.now(2.0))
     assert line.startswith("step 2/21  loss 1") and "0:19 left" in line
