@@ -95,12 +95,11 @@ class Coordination:
             slot.fences, slot.fence_by = slot.fences + 1, time.monotonic() + FENCE_TIMEOUT_S
             self.child.send(f"fence {slot.worker}")
 
-    def end_if_deaf(self, now: float) -> bool:
+    def end_if_deaf(self, now: float) -> None:
         """One that is stopped or stuck ends its workers, and none could ever be replaced."""
-        deaf = self.child is not None and any(s.fencing and now > s.fence_by for s in self._slots)
-        if deaf:
+        if self.child is not None and any(s.fencing and now > s.fence_by for s in self._slots):
+            self._story.coordinator_is_deaf(FENCE_TIMEOUT_S)
             self.child.kill()
-        return deaf
 
     def close(self) -> None:
         """Ends it."""

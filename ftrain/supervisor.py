@@ -18,7 +18,7 @@ from typing import Any
 from ftrain import restart
 from ftrain.board import Board
 from ftrain.config import Config
-from ftrain.coordination import FENCE_TIMEOUT_S, Coordination
+from ftrain.coordination import Coordination
 from ftrain.ears import Ears
 from ftrain.errors import EXIT_GAVE_UP, EXIT_TRY_AGAIN, RestartLimitError
 from ftrain.events import EventLog
@@ -456,8 +456,7 @@ class Supervisor:
                 self._coordination.generation += 1
                 self._first_ready_at = None
                 self._start_coordinator()
-        if self._coordination.end_if_deaf(now):
-            self._story.coordinator_is_deaf(FENCE_TIMEOUT_S)
+        self._coordination.end_if_deaf(now)
         self._local.tick(self._other_pids())
         self._hosts.tick(now)
         self._start_due()

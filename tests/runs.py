@@ -27,6 +27,20 @@ def environment() -> dict[str, str]:
     return {**env, "PYTHONPATH": os.pathsep.join(paths)}
 
 
+def plain_process(code: str, *arguments: object) -> Any:
+    """What a Python that knows nothing of the run prints as JSON."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        cwd=REPOSITORY,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 class Run:
     """An `ftrain run` that has been started."""
 

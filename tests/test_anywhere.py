@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from safetensors.numpy import save_file
 
 import ftrain
 from tests.checks import check_each_step_once, check_nothing_left, check_replicas_agree
-from tests.runs import REPOSITORY, environment, running
+from tests.runs import environment, plain_process, running
 
 ASCII = {"LC_ALL": "C", "LANG": "C"}
 TRAINER = """
@@ -36,20 +35,6 @@ init_from:
   path: ../модели/модель 1.safetensors
   map: {'^net/': ''}
 """
-
-
-def plain_process(code: str, *arguments: object) -> list:
-    """What a Python that knows nothing of the run prints as JSON."""
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        cwd=REPOSITORY,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 def test_any_path_and_locale_and_then_fewer_workers_without_the_source(tmp_path, monkeypatch):

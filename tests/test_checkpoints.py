@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ import pytest
 from ftrain.checkpoints import Entry, age_text, as_json, entries, size_text, table
 from ftrain.cli import main
 from ftrain.errors import ConfigError
-from tests.runs import REPOSITORY, environment
+from tests.runs import plain_process
 from tests.test_checkpoint import NEWER, OLDER, empty, flip_bit, lose_data, lose_metadata
 from tests.test_checkpoint import run_dir as run_dir
 from tests.test_checkpoint import two_checkpoints as two_checkpoints
@@ -144,13 +142,5 @@ def test_the_command_exits_3_when_verify_finds_a_torn_one(run_dir, capsys):
 def test_listing_imports_no_jax(run_dir):
     """It is quick, and takes nothing from a run."""
     code = "import sys\nfrom ftrain.cli import main\nmain(['checkpoints', sys.argv[1], '--json'])\n"
-    done = subprocess.run(
-        [sys.executable, "-c", code + "assert 'jax' not in sys.modules", str(run_dir)],
-        cwd=REPOSITORY,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    assert [row["step"] for row in json.loads(done.stdout)] == [NEWER, OLDER]
+    listed = plain_process(code + "assert 'jax' not in sys.modules", run_dir)
+    assert [row["step"] for row in listed] == [NEWER, OLDER]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +14,7 @@ from ftrain import load
 from ftrain.errors import CheckpointNotFoundError, CheckpointUnreadableError, StateMismatchError
 from ftrain.load import load_params, load_state
 from ftrain.state import TrainState
-from tests.runs import REPOSITORY, environment
+from tests.runs import plain_process
 from tests.test_checkpoint import NEWER, OLDER, Point, empty, flip_bit, truncate, weights, write
 from tests.test_checkpoint import run_dir as run_dir
 from tests.test_checkpoint import two_checkpoints as two_checkpoints
@@ -173,14 +170,5 @@ from jax._src import xla_bridge
 print(json.dumps([params["w"].shape, int(state.step), xla_bridge.backends_are_initialized()]))
 """
     files = {f: f.stat().st_mtime_ns for f in two_checkpoints.rglob("*")}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(two_checkpoints)],
-        cwd=REPOSITORY,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [[8192], OLDER, False]
+    assert plain_process(code, two_checkpoints) == [[8192], OLDER, False]
     assert {f: f.stat().st_mtime_ns for f in two_checkpoints.rglob("*")} == files
