@@ -108,8 +108,9 @@ def _broadcast(
       keep: whether this member lacks them; the others help to move them and let them go.
     """
     leaves: dict[int, jax.Array] = {}
+    empty = transfer.empty() if given is None else None  # one serves every sum
     for part, count in enumerate(transfer.counts):
-        mine = [transfer.empty()] * count if given is None else transfer.cut(part, given)
+        mine = [empty] * count if given is None else transfer.cut(part, given)
         summed = [plane.sum([bucket])[0] for bucket in mine]
         if keep:
             leaves |= transfer.join(part, summed)
