@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 
 import pytest
 
@@ -16,6 +17,8 @@ from ftrain.memory_tier import MEMORY, RUN
 
 
 def pytest_configure() -> None:
+    # A shell has what it starts in the background ignore this, and runs would inherit it.
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 
