@@ -240,6 +240,12 @@ class ShardReader:
             for s in shards
         ]
 
+    def has(self, cursor: int, shards: Iterable[int]) -> bool:
+        """Whether `shards` would give those at once, and without an error."""
+        keys = [(cursor, s) for s in shards if self._samples(cursor, s)]
+        reads = [self._reads.get(key) for key in keys]
+        return all(r is not None and r.done() and r.exception() is None for r in reads)
+
     def _read(self, cursor: int, shard: int) -> None:
         if (cursor, shard) not in self._reads and self._samples(cursor, shard):
             self._reads[cursor, shard] = self._pool.submit(self._fetch, cursor, shard)

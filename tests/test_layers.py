@@ -84,6 +84,7 @@ LAYERS = [
     ],
     [
         "mesh",
+        "outcome",
         "digests",
         "transfer",
         "replicas",
@@ -131,7 +132,7 @@ LAYERS = [
         "lanes",
         "run_now",
     ],
-    ["admission", "load", "verify", "board", "panel", "prometheus"],
+    ["admission", "stepping", "load", "verify", "board", "panel", "prometheus"],
     ["sources", "screen", "status", "report"],
     ["init_from"],
     ["environment", "loop", "meeting_point", "chaos.command"],
