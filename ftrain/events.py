@@ -13,8 +13,9 @@ Every event has `t` (unix seconds, of the fact itself), `event`, and where it ap
     worker_ready{worker,pid,seconds,cpu_s,compile_s}  imported, compiled: it could take part
     worker_exited{worker,pid,exit_code|signal,reason}
     worker_fenced{worker}
-    view_changed{workers,step,seconds,sync_s}         a new set is training; what that took, sync_s
-                                           of it after all had met
+    view_changed{workers,step,seconds,sync_s,connect_s}  a new set is training; what that took,
+                                           sync_s of it after all had met, connect_s of that until
+                                           there were new communicators
     state_synced{worker,donor,step,bytes,seconds,digest}
     step_aborted{step,failed,seconds}      of the attempt, up to the abort
     evaluated{step,metrics,seconds}

@@ -188,6 +188,7 @@ class StepLoop:
         )
         settled = time.perf_counter()
         self._open_plane(view)
+        connected = time.perf_counter()
         # R5: blank ranks below every step, and of those furthest ahead the lowest gives.
         ahead = {w: -1 if holds[w]["step"] is None else holds[w]["step"] for w in view.workers}
         donor = self.admission.donor(ahead, {w: holds[w]["identity"] for w in view.workers})
@@ -215,6 +216,7 @@ class StepLoop:
             step=self.state.step,
             lineage=self.progress.lineage,
             seconds=time.perf_counter() - started,
+            connect_s=connected - settled,
             sync_s=time.perf_counter() - settled,
         )
         self.beat.take_spent()  # told just now

@@ -144,7 +144,8 @@ class Recorder:
 
     def _on_view_changed(self, worker: int, record: Record, generation: int) -> None:
         if self._first("view", record["view"]):
-            self._event("view_changed", record, "workers", "step", "seconds", "sync_s")
+            parts = "connect_s", "sync_s"
+            self._event("view_changed", record, "workers", "step", "seconds", *parts)
 
     def _on_step_aborted(self, worker: int, record: Record, generation: int) -> None:
         if self._first("aborted", record["view"]):
