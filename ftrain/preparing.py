@@ -120,6 +120,8 @@ def make_loop(
     with first_compiles(cache):
         for traced in to_compile:
             traced.compile(runtime.compile_shared)
+    if job.platform == "gpu":
+        programs.warm_up()
     members = Members(started, report, local_error)
     memory, fallback = Path(job.memory[0]), Path(job.memory[-1])
     saving = Saving(

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
 import numpy as np
 
 from ftrain.checkpoint import meta_of
@@ -82,7 +83,9 @@ class Saving:
         self._next: _Wanted | None = None  # the newest that waits for the thread
         self._written: list[int] = []  # steps, the last of them last
         self._disk_step = self._memory_step = -1  # asked for
-        self._disk_at, self._memory_at = time.monotonic(), float("-inf")
+        self._disk_at = time.monotonic()
+        self._memory_at: float | None = None  # until this worker is the lowest for the first time
+        self._training_waits = jax.default_backend() != "cpu"  # for the copy to the host
         self._seconds = 0.0  # that the last snapshot took
         self._pause_s = 0.0  # of it, before training could go on
         self._last: tuple[Committed, str] | None = None  # a state that is to be the last; digest
@@ -124,6 +127,10 @@ class Saving:
     def _memory_due(self, step: int, now: float) -> bool:
         if not self._rules.memory_every_s or step in (0, self._memory_step):
             return False
+        if self._memory_at is None:
+            # Another was the lowest until now and took its last one not long ago. A copy in the
+            # first step after its death would be waited for on top of that death.
+            self._memory_at = now if self._training_waits else float("-inf")
         return now - self._memory_at >= max(
             self._rules.memory_every_s, self._seconds / DUTY, self._pause_s / PAUSE_DUTY
         )
@@ -172,11 +179,10 @@ class Saving:
         began = time.monotonic()
         arrays = to_host(state.leaves)  # on a CPU the very same memory
         self._pause_s = time.monotonic() - began
-        on_host = all(leaf.device.platform == "cpu" for leaf in state.leaves)
-        if on_host:
-            digest = lambda: self._digests(state)  # noqa: E731
-        else:
+        if self._training_waits:
             digest = self._digests.begin(state)  # in the order of the device's work
+        else:
+            digest = lambda: self._digests(state)  # noqa: E731
         self._memory_step, self._memory_at = state.step, time.monotonic()
         with self._lock:
             self._next = _Wanted(state, arrays, digest, evaluated, for_disk)

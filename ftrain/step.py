@@ -24,7 +24,7 @@ from ftrain.loss import ShardLoss
 from ftrain.mesh import Buffers
 from ftrain.nonfinite import Nonfinite
 from ftrain.reduction import add
-from ftrain.state import Committed, StateSpec
+from ftrain.state import Committed, StateSpec, from_host
 from ftrain.tree import Node, Sums
 from ftrain.update import Update
 
@@ -158,6 +158,23 @@ class StepPrograms:
             self._add_program,
         ) = [lowered and compile(lowered) for lowered in self._lowered]
         del self._lowered
+
+    def warm_up(self) -> None:
+        """Runs every program once, on zeros.
+
+        On a GPU a process's first run of each loads its kernels and opens libraries, for half a
+        second and more, and the others would wait for that in the sum (jax 0.11.2).
+        """
+        whole = [np.zeros(b.shape, b.dtype) for b in self._batch]
+        zeros = [np.zeros(shape, dtype) for shape, dtype in self._spec.host_shapes]
+        state = Committed(0, 0, from_host(self._spec, zeros))
+        held = [(shard, whole) for shard in range(self.at_once)]
+        sums = self.gradients(state, held, stop=False)
+        if self.at_once > 1 or self._tree_shards:
+            alone = self.gradients(state, held[:1], stop=False, one_by_one=True)
+        if self._tree_shards:
+            sums = self._add_program(sums, alone)
+        jax.block_until_ready(self.update(state, sums, 0))
 
     def lacks(self, batch: Batch) -> bool:
         """Whether the program for a shard of so many samples is still to be compiled."""

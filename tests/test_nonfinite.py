@@ -208,7 +208,7 @@ def test_ignored_steps_are_not_judged_and_cost_nothing():
     assert sizes[1][0] - sizes[0][0] == SHARDS
     for steps, asks in ((plain, False), (judged, True)):
         steps.programs.lower()
-        texts = [lowered.as_text() for lowered in steps.programs._lowered]
+        texts = [lowered.as_text() for lowered in steps.programs.lowered.values()]
         assert any("is_finite" in text for text in texts) is asks
 
 
