@@ -4,10 +4,11 @@
     python scripts/bench/overhead.py --workers 4 --steps-ms 5 50 --pairs 5 --set batch_shards=4
 
 For each number of workers and each length of step the batch is chosen so that the plain loop's
-step, run ahead, takes about that long; then plain loop and ftrain train the same model on the same batch, one after
-the other, in the order that alternates. `waited`: the plain loop waits for each step's result, as
-one does that looks at its loss; `ahead`: it lets one step run ahead. ftrain's step is the time from
-one commit to the next. Prints medians over the pairs, and their range, and writes all to a file.
+step, run ahead, takes about that long; then plain loop and ftrain train the same model on the same
+batch, one after the other, in the order that alternates. `waited`: the plain loop waits for each
+step's result, as one does that looks at its loss; `ahead`: it lets one step run ahead. ftrain's
+step is the time from one commit to the next. Prints medians over the pairs, and their range, and
+writes all to a file.
 """
 
 from __future__ import annotations
