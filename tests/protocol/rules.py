@@ -13,6 +13,9 @@ class Rules:
     r1_commit_on_barriers_word: bool = True
     """Off: a body that ended without an exception commits, whatever the exit barrier says."""
 
+    r1_ahead_is_of_committed_state: bool = True
+    """Off: gradients begun before the barrier are used whatever it said."""
+
     r2_view_is_incarnations: bool = True
     """Off: views are compared by ids, and an aborted step does not forget the agreed view."""
 

@@ -43,6 +43,13 @@ LEFT_OUT = [
         {"GARBAGE"},
     ),
     Variant(
+        "gradients of a state that was not committed go into a step of the one that was",
+        ("r1_ahead_is_of_committed_state",),
+        Setting(),
+        range(20),
+        {"DIVERGED"},
+    ),
+    Variant(
         "a worker that restarts quickly is taken for its former life",
         ("r2_view_is_incarnations",),
         Setting(),
