@@ -66,6 +66,7 @@ OnSaveError = Annotated[Literal["continue", "stop"], Field(description="continue
 Platform = Annotated[Literal["auto", "cpu", "gpu"], Field(description="auto, cpu or gpu")]
 Dtype = Annotated[Literal["float32", "param"], Field(description="float32 or param")]
 Reaction = Annotated[Literal["stop", "skip", "ignore"], Field(description="stop, skip or ignore")]
+Commit = Annotated[Literal["ahead", "lean"], Field(description="ahead or lean")]
 Reduction = Annotated[Literal["fast", "reproducible"], Field(description="fast or reproducible")]
 ClassName = Annotated[
     str, Field(pattern=_TRAINER, description="path.py:Class or package.module:Class")
@@ -181,6 +182,9 @@ class Config(Section):
     on_nonfinite: Reaction = "stop"  # a nan or infinite loss, gradient or update: stop; skip the
     # step, at most 100 in a row; ignore: commit whatever comes, over good checkpoints too, for a
     # trainer that handles such gradients itself (optax.apply_if_finite, dynamic loss scaling)
+    commit: Commit = (
+        "ahead"  # lean: no second state beside the gradients' sums, less memory; slower
+    )
     init_from: InitFrom = Field(InitFrom(), description="a path, or a section with path")
     data: Data = Data()
     eval: Eval = Eval()

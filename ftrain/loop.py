@@ -141,6 +141,9 @@ class StepLoop:
 
     def _commit(self, view: View, new: Outcome, seconds: float) -> None:
         """The barrier's exit raised nothing, here and everywhere: it is so (R1)."""
+        if new.apply is not None:
+            state, metrics = new.apply()  # an error of it is this worker's own, and ends it
+            new = new._replace(state=state, metrics=metrics)
         self.state, self.agreed, self.differ = new.state, view, new.differ
         self.progress = new.progress._replace(round=new.progress.round + 1)
         self.beat.round, self.beat.step = self.progress.round, self.state.step if self.state else -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ftrain.state import Committed
@@ -29,3 +30,5 @@ class Outcome(NamedTuple):
     leave: bool = False
     differ: dict[int, bytes] | None = None  # the members' digests, if they are not equal
     skipped: dict[str, Any] | None = None  # what was not finite and whose it was, see `events`
+    # Lean: makes state and metrics of a step, once it is committed and not before.
+    apply: Callable[[], tuple[Committed, dict[str, Any]]] | None = None

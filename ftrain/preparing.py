@@ -133,6 +133,7 @@ def make_loop(
         run_dir=config.run_dir,
         dataset_length=source.length,
         patience_s=config.grace_s / 2,
+        copies=config.commit == "lean",
         report=report,
         news=control,
     )
@@ -235,6 +236,7 @@ def trace(
         table_size=config.batch_shards * HEADER.size,
         tree_shards=config.batch_shards if config.reduction == "reproducible" else None,
         at_once=shards_at_once(config, spec),
+        lean=config.commit == "lean",
     )
     programs.check_shorter(target.shorter_shard(0, config.batch_shards))
     evaluation = (

@@ -1,9 +1,9 @@
 """A worker's part in saving: when a snapshot is due, taking it, and whether the last is durable.
 
-Committed arrays are never changed and no program takes their memory, so the snapshot is written
-from them in a thread while training goes on. On a CPU nothing waits at all; on a GPU the step waits
-for the copy to the host, since holding old arrays would cost device memory. Whoever is lowest in
-the view does this; the saver process (`saver`) writes to disk.
+Committed arrays are never changed and, but with `commit: lean`, no program takes their memory. So
+the snapshot is written from them in a thread while training goes on: on a CPU nothing waits at all.
+On a GPU, and if lean, the step waits for a copy on the host: holding old arrays would cost memory.
+Whoever is lowest in the view does this; the saver process (`saver`) writes to disk.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class Saving:
       run_dir: whose they are.
       dataset_length: goes into each.
       patience_s: how long the last save may fail before that is final.
+      copies: whether the next step takes the state's memory, so that it is to be copied before.
       report: called from the thread that writes.
       news: from the supervisor.
     """
@@ -71,6 +72,7 @@ class Saving:
         run_dir: str,
         dataset_length: int,
         patience_s: float,
+        copies: bool = False,
         report: Callable[..., None],
         news: Control,
     ):
@@ -85,7 +87,8 @@ class Saving:
         self._disk_step = self._memory_step = -1  # asked for
         self._disk_at = time.monotonic()
         self._memory_at: float | None = None  # until this worker is the lowest for the first time
-        self._training_waits = jax.default_backend() != "cpu"  # for the copy to the host
+        self._copies = copies
+        self._training_waits = copies or jax.default_backend() != "cpu"  # for the copy to the host
         self._seconds = 0.0  # that the last snapshot took
         self._pause_s = 0.0  # of it, before training could go on
         self._last: tuple[Committed, str] | None = None  # a state that is to be the last; digest
@@ -178,6 +181,8 @@ class Saving:
     def _want(self, state: Committed, evaluated: int, *, for_disk: bool) -> None:
         began = time.monotonic()
         arrays = to_host(state.leaves)  # on a CPU the very same memory
+        if self._copies:
+            arrays = [array.copy() for array in arrays]
         self._pause_s = time.monotonic() - began
         if self._training_waits:
             digest = self._digests.begin(state)  # in the order of the device's work

@@ -43,6 +43,7 @@ class StepPrograms:
     """The compiled programs of a trainer, for one shape of shard and that of a shorter, last one.
 
     Attributes:
+      lean: whether an update takes the old state's memory, see `stepping`.
       at_once: shards that one program computes; from `lower` on 1 where the loss does not allow it.
       why_one_by_one: what the loss has against it then.
 
@@ -52,6 +53,7 @@ class StepPrograms:
       judged_shards: the batch's shards, if it shall be found out which of them gave values that are
         not finite; 0: nothing is judged, and nothing is paid for it.
       tree_shards: the shards of a step if they are summed in the order of the tree, by `nodes`.
+      lean: whether an update takes the old state's memory, see `stepping`.
       at_once: shards that one program computes where a worker holds so many; 1: each by itself.
     """
 
@@ -68,8 +70,10 @@ class StepPrograms:
         judged_shards: int = 0,
         tree_shards: int | None = None,
         at_once: int = 1,
+        lean: bool = False,
     ):
         self._spec, self._tree_shards, self.table_size = spec, tree_shards, table_size
+        self._lean = lean
         self.at_once, self.why_one_by_one = at_once, ""
         self._params, self._opt, self._model = spec.split(spec.leaves)
         self._batch = list(batch_shapes)
@@ -115,11 +119,12 @@ class StepPrograms:
         self._lowered = (
             self._lower_shard(self._batch),
             jax.jit(self._plan.empty).lower(jax.ShapeDtypeStruct((), jnp.float32)),
-            jax.jit(self._update).lower(
+            jax.jit(self._update, donate_argnums=(0, 1, 2) if self._lean else ()).lower(
                 self._params, self._opt, self._model, buffers, index, index
             ),
             self._lower_several(),
             jax.jit(_add, donate_argnums=0).lower(buffers, buffers) if self._tree_shards else None,
+            jax.jit(self._update.judge).lower(buffers) if self._lean else None,
         )
 
     @property
@@ -156,6 +161,7 @@ class StepPrograms:
             self._update_program,
             self._several_program,
             self._add_program,
+            self._judge_program,
         ) = [lowered and compile(lowered) for lowered in self._lowered]
         del self._lowered
 
@@ -254,7 +260,8 @@ class StepPrograms:
     def update(self, state: Committed, sums: Buffers, samples: int) -> Begun:
         """The next state, on its way.
 
-        Does not donate `state`: a step that fails or is skipped goes on from it.
+        `state` is kept, since a step that fails or is skipped goes on from it; but where the
+        programs are lean it is gone.
         """
         params, opt, model = self._spec.split(state.leaves)
         leaves, vector = self._update_program(
@@ -266,14 +273,34 @@ class StepPrograms:
         self, state: Committed, begun: Begun, sums: Buffers
     ) -> tuple[dict[str, float], bool, Nonfinite | None]:
         """Waits for an update: its metrics, whether anybody was asked to stop, and what is bad."""
+        leaves = jax.block_until_ready(begun.state.leaves)
+        metrics, stop, bad = self._told(begun.vector, self.metric_names)
+        found = explain(self._plan, self._spec, state.leaves, leaves, sums) if bad else None
+        return metrics, stop, found
+
+    def applied(self, begun: Begun) -> tuple[dict[str, float], bool]:
+        """As `result`, where the old state is gone: its metrics, and whether it is bad."""
         jax.block_until_ready(begun.state.leaves)
-        *values, weight, stop, bad = np.asarray(begun.vector).tolist()
-        metrics = dict(zip(("loss", *self.metric_names), values, strict=True))
+        metrics, _, bad = self._told(begun.vector, self.metric_names)
+        return metrics, bad
+
+    def judged(
+        self, state: Committed, sums: Buffers
+    ) -> tuple[dict[str, float], bool, Nonfinite | None]:
+        """As `result`, of the sums alone, before there is an update. Needs `lean`."""
+        told = self._told(self._judge_program(sums), self._plan.metric_names)
+        metrics, stop, bad = told
+        leaves = state.leaves
+        found = explain(self._plan, self._spec, leaves, leaves, sums) if bad else None
+        return metrics, stop, found
+
+    @staticmethod
+    def _told(vector: jax.Array, names: Sequence[str]) -> tuple[dict[str, float], bool, bool]:
+        *values, weight, stop, bad = np.asarray(vector).tolist()
+        metrics = dict(zip(("loss", *names), values, strict=True))
         if weight == 0:
             metrics["weight"] = 0.0
-        leaves = begun.state.leaves
-        found = explain(self._plan, self._spec, state.leaves, leaves, sums) if bad else None
-        return metrics, stop > 0, found
+        return metrics, stop > 0, bool(bad)
 
 
 def _with_samples(leaf: jax.ShapeDtypeStruct, samples: int) -> jax.ShapeDtypeStruct:

@@ -5,6 +5,10 @@ gradients of the next step on the state that this one would commit. They are its
 no collective, nothing that another member waits for. If the step is committed they are used; if it
 is not, they are dropped with the state they were computed from (rule R1). Whether they may be used
 is asked of the committed state itself, never of an event that might have been missed.
+
+With `commit: lean` what is uncommitted is the sums. The update waits for the barrier's word and
+then takes the old state's memory: there are never two states, and nothing can begin ahead. What a
+member committed is the same to the bit, since the sums are, and the update is a function of them.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ftrain.data import rank_of, shards_of
+from ftrain.errors import LeanUpdateError
 from ftrain.mesh import Buffers, DataPlane
 from ftrain.nonfinite import SKIPS_IN_A_ROW, Nonfinite, one_line, why_stopped
 from ftrain.outcome import Outcome, Progress
@@ -72,6 +77,8 @@ class Stepping:
         A collective, inside `live_devices`; raises what `DataPlane.sum` does, and the user's own.
         """
         shards = shards_of(plane.rank, len(plane.workers), self._config.batch_shards)
+        if self._config.commit == "lean":
+            return self._lean_step(plane, state, progress, shards)
         new_state, metrics, stop, found = self._result(plane, state, shards)
         if found is not None and self._programs.at_once > 1:
             # Of several shards' one gradient nobody can say whose is not finite, and one without
@@ -83,11 +90,47 @@ class Stepping:
         new = Outcome(new_state, progress._replace(stopping=stopping, skipped=0), metrics)
         if found is not None:
             new = self._not_finite(plane, state, progress.skipped, new, found)
-        if new.metrics is not None and self.digest_due(new.state.step):
-            metrics["digest"] = self._digests(new.state).hex()
+        self._with_digest(new)
         if stop or found is not None:
             self.drop_ahead()
         return new
+
+    def _with_digest(self, new: Outcome) -> Outcome:
+        if new.metrics is not None and self.digest_due(new.state.step):
+            new.metrics["digest"] = self._digests(new.state).hex()
+        return new
+
+    def _lean_step(
+        self, plane: DataPlane, state: Committed, progress: Progress, shards: list[int]
+    ) -> Outcome:
+        sums = self._sum(plane, self._own_sums(state, shards, one_by_one=False))
+        metrics, stop, found = self._programs.judged(state, sums)
+        if found is not None and self._programs.at_once > 1:  # as in `step`
+            sums = self._sum(plane, self._own_sums(state, shards, one_by_one=True))
+            metrics, stop, found = self._programs.judged(state, sums)
+        samples = self._target.batch(state.cursor)
+        after = state._replace(step=state.step + 1, cursor=state.cursor + samples)
+        stopping = "stop" if stop else ""
+        new = Outcome(after, progress._replace(stopping=stopping, skipped=0), metrics)
+        if found is not None:
+            return self._with_digest(self._not_finite(plane, state, progress.skipped, new, found))
+        return new._replace(apply=lambda: self._apply(state, sums, samples))
+
+    def _apply(
+        self, state: Committed, sums: Buffers, samples: int
+    ) -> tuple[Committed, dict[str, Any]]:
+        """The committed step's state and metrics; `state` is gone afterwards."""
+        self._beat.phase("update")
+        begun = self._programs.update(state, sums, samples)
+        metrics, bad = self._programs.applied(begun)
+        if bad:
+            raise LeanUpdateError(
+                f"step {begun.state.step}: update made nan or infinite values of finite gradients, "
+                "and with commit=lean the state before it is gone; the newest snapshot continues. "
+                "Look at optimizer() and update(), or set commit: ahead, which can skip such steps"
+            )
+        done = self._with_digest(Outcome(begun.state, Progress(), metrics))
+        return done.state, done.metrics
 
     def drop_ahead(self) -> None:
         """Lets go of what was begun ahead and will not be used, and of the memory that it holds."""

@@ -99,6 +99,9 @@ class Setting:
 
     min_workers: int | None = None
 
+    lean: bool = False
+    """What is uncommitted is the sums: a while passes between the barrier's word and the state."""
+
     chaos_ticks: int = 7000
     """Length of the phase with faults. A committed step takes about 8 ticks of 4 workers."""
 

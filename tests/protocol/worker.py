@@ -71,6 +71,8 @@ class Worker:
             if failed or outcome is None:
                 self.abort(failed)
                 continue
+            if self.world.setting.lean:
+                yield calls.Pause()  # the update
             self.commit(outcome)
             if not self.rules.r8_leaving_is_agreed and self.at_target(outcome.state):
                 yield from self.leave_alone(before)
