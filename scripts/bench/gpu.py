@@ -341,6 +341,28 @@ def large_reproducible() -> dict:
     return {**out, "equal": digests[1] == digests[2], "digest": digests[1][steps]}
 
 
+@part(330)
+def large_memory() -> dict:
+    """What each way to commit, and to compute shards, takes of a GPU, and of a step's time."""
+    ways = {
+        "ahead": ["commit=ahead"],
+        "lean": ["commit=lean"],
+        "lean_one_by_one": ["commit=lean", "shards_at_once=1"],
+    }
+    out = {}
+    for name, sets in ways.items():
+        more = ["steps=100000", "checkpoint.every_steps=0", "checkpoint.memory_every_s=0"]
+        with run_of(f"memory-{name}", LARGE, *sets, *more) as run:
+            run.wait_for_step(100)
+            out[name] = {"memory_mib": memory_mib(), **started(run), "exit": stop(run)}
+            state = host_bytes_of(run)
+    return {**out, "state_mib": state / 2**20}
+
+
+def host_bytes_of(run: Run) -> int:
+    return run.events("state_synced")[0]["bytes"]
+
+
 @part(100)
 def large_alone() -> dict:
     """One worker: what ftrain itself costs a step."""
