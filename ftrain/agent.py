@@ -1,15 +1,14 @@
 """The agent: `ftrain run` on a host that is not the head. Starts and ends workers as it is told.
 
-One thread, one loop, like the supervisor's; it decides one thing only. When it has not heard from
-the head for `heartbeat_timeout_s`, or the connection ends, the head counts this host as lost. So
-every worker here is killed and reaped at once (rule R9), and only then does the agent call again,
-with nothing running. Does the head not answer for `start_timeout_s`, the attempt is over: exit 75.
+One thread, one loop, like the supervisor's. When it has not heard from the head for
+`heartbeat_timeout_s`, or the connection ends, the head counts this host as lost. So every worker
+here is killed and reaped at once (rule R9), and only then does the agent call again, with nothing
+running. If the head is lost, the lowest rank becomes the head in its place (`succession`) and this
+one calls that. Does nobody answer for `start_timeout_s`, the attempt is over: exit 75.
 """
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import functools
 import os
 import secrets
@@ -19,32 +18,33 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ftrain.addresses import dial_addresses, local_address_towards
+from ftrain.addresses import local_address_towards
 from ftrain.beat import COLLECTIVES, Beat
+from ftrain.caller import Caller
 from ftrain.config import Config
 from ftrain.ears import Ears
 from ftrain.endpoint import Endpoint
-from ftrain.errors import EXIT_REFUSED, EXIT_TRY_AGAIN, AddressError
+from ftrain.errors import EXIT_REFUSED, EXIT_TRY_AGAIN
+from ftrain.headship import Headship
 from ftrain.hosts import ids_of
-from ftrain.local_host import Heard, LocalHost
+from ftrain.journal import Journal
+from ftrain.lease import OVER
+from ftrain.local_host import Heard, LocalHost, Past
 from ftrain.meeting_point import use_interface
-from ftrain.memory_tier import fallback_folder
+from ftrain.memory_tier import Part, fallback_folder, memory_folder, remove_all
 from ftrain.placement import Placement
 from ftrain.processes import Child, Exit, adopt_orphans, launch
 from ftrain.run_lock import RunLock
 from ftrain.screen import Screen
 from ftrain.slots import tells
+from ftrain.succession import Succession
 from ftrain.verdict import Verdict
-from ftrain.wire import VERSION, Message, Wire, WireError, call_head
+from ftrain.wire import VERSION, Message, Wire, WireError
 from ftrain.worker_logs import Logs
 
 TICK_S = 0.1
 BEAT_EVERY_S = 0.5
-CALL_EVERY_S = 1.0
-CALL_TIMEOUT_S = 3.0
-REFUSED_FOR_S = 10.0  # a token that is not the head's for so long will not become it
 BACKLOG_BYTES = 4 << 20  # that the head may be behind before workers are made to wait
-JOURNAL = 20_000  # records that the head may not have; some 10 MB
 IN_COLLECTIVE_S = 2.0  # before the connections of a worker are of interest to the head
 LINE_CHARACTERS = 100_000
 UNDERTAKER_S = 2.0  # for it to end by itself
@@ -61,6 +61,8 @@ class Agent:
       token: gives the run's token, or None while there is none.
       lock: this host's, which the undertaker inherits.
       screen: this host's.
+      succession: who is head.
+      follow: tries to become the head, follow(generation, own address).
     """
 
     def __init__(
@@ -73,70 +75,83 @@ class Agent:
         token: Callable[[], bytes | None],
         lock: RunLock,
         screen: Screen,
+        succession: Succession,
+        follow: Callable[[int, str], Headship | None],
     ):
         self._config, self._base, self._platform = config, base, platform
         self._place, self._token, self._lock, self._screen = placement, token, lock, screen
-        self._head = Endpoint(placement.coordinator_host, placement.coordinator_port)
+        self._succession, self._follow = succession, follow
         self._name, self._id = socket.gethostname(), secrets.token_hex(8)
         self._ears = Ears()
         self._logs = Logs(config.run_dir, supervisor=f"host-{placement.node_rank}")
+        self._caller: Caller | None = None
         self._local: LocalHost | None = None
         self._undertaker: Child | None = None
         self._wire: Wire | None = None
         self._told_able = False
         self._head_is_deaf = False  # it takes nothing in; lost at the next tick
-        self._beat_at = self._call_at = float("-inf")
-        self._alone_since = time.monotonic()
-        self._refused_since: float | None = None
-        self._why_alone = "it was not called yet"
+        self._beat_at = float("-inf")
         self._children: dict[int, tuple[Child, Beat]] = {}  # by the head's number
+        self._workers: dict[int, int] = {}  # the worker that each number was
+        self._last: set[int] = set()  # the numbers that lived when the head was lost
         self._due: dict[int, Message] = {}  # to be started when the template is there
-        self._journal: collections.deque[tuple[int, int, str]] = collections.deque(maxlen=JOURNAL)
-        self._seq = 0
+        self._journal = Journal()
+        self._generation = 0  # of the head that was obeyed last
         self._signals: list[str] = []
         self._verdict: Verdict | None = None
+        self._headship: Headship | None = None
 
-    def run(self) -> int:
-        """Runs to the end and returns the exit code: the head's."""
+    def run(self) -> Verdict | Headship:
+        """Runs to the end; returns the head's verdict, or that this host is the head from now."""
         adopt_orphans()
         self._open()
         with self._ears.signals(self._on_signal):
-            while self._verdict is None:
+            while self._verdict is None and self._headship is None:
                 if self._wire is None:
-                    self._call()
+                    self._call(time.monotonic())
                 self._ears.wait(TICK_S)
                 self._tick(time.monotonic())
             self._shut_down()
+        if self._headship is not None:
+            return self._headship
         code, reason = self._verdict
         self._screen.line(f"host {self._place.node_rank}: exit {code}: {reason}")
-        return code
+        return self._verdict
 
     def _open(self) -> None:
         """This host's own address is the one on the way to the head."""
-        patience_s = self._place.patience_s(self._config.cluster.start_timeout_s)
-        self._addresses = dial_addresses(self._head, patience_s=patience_s)
-        own, _ = local_address_towards(self._addresses[0].host)
-        use_interface(own, os.environ)
-        workers = ids_of(self._place.node_rank, self._place.nodes, self._config.cluster.workers)
+        place, config = self._place, self._config
+        give_up_s = config.cluster.start_timeout_s
+        self._succession.look(time.monotonic())
+        self._caller = Caller(
+            Endpoint(place.coordinator_host, place.coordinator_port),
+            patience_s=place.patience_s(give_up_s),
+            give_up_s=give_up_s,
+            token=self._token,
+            run_dir=config.run_dir,
+            instead=self._succession.address(),
+        )
+        self._own, _ = local_address_towards(self._caller.addresses[0].host)
+        use_interface(self._own, os.environ)
+        workers = ids_of(place.node_rank, place.nodes, config.cluster.workers)
         argv = [sys.executable, "-m", "ftrain.undertaker", "{control}"]
         env = dict(os.environ)
         self._undertaker = Child(lambda ends: launch(argv, env, ends, [self._lock.fileno()]))
         self._local = LocalHost(
-            self._config,
+            config,
             base=self._base,
             platform=self._platform,
-            address=own,
-            first_worker=min(workers, default=0),
-            # The head's saver writes them to disk: they must be where it can read them.
-            memory=[str(fallback_folder(self._config.run_dir))],
+            address=self._own,
+            workers=workers,
+            memory=[str(fallback_folder(config.run_dir))],
             ears=self._ears,
             logs=self._logs,
             tell_groups=self._undertaker.send,
         )
         self._local.open()
         self._screen.line(
-            f"host {self._place.node_rank} of {self._place.nodes}: workers "
-            f"{' '.join(map(str, workers))}; the head is {self._head}"
+            f"host {place.node_rank} of {place.nodes}: workers "
+            f"{' '.join(map(str, workers))}; the head is {self._caller.head}"
         )
 
     def _end(self, code: int, reason: str) -> None:
@@ -145,49 +160,41 @@ class Agent:
 
     # The head.
 
-    def _call(self) -> None:
-        """Calls the head, about once a second, until it answers or time is up."""
-        now = time.monotonic()
-        if now - self._alone_since > self._config.cluster.start_timeout_s:
-            self._end(
-                EXIT_TRY_AGAIN,
-                f"the head, {self._head}, was not reached for start_timeout_s="
-                f"{self._config.cluster.start_timeout_s:g}: {self._why_alone}",
-            )
-        if now < self._call_at or self._verdict is not None:
-            return
-        self._call_at = now + CALL_EVERY_S
-        token = self._token()
-        if token is None:
-            self._why_alone = (
-                f"no token in {self._config.run_dir}, where the head writes it; share the folder, "
-                "or give FTRAIN_TOKEN or --token-file on every host"
-            )
-            return
-        for address in self._addresses:
-            try:
-                self._greet(call_head(tuple(address), token, CALL_TIMEOUT_S))
-                return
-            except OSError as error:
-                self._refused_since = None
-                self._why_alone = f"{address}: {error.strerror or error}"
-            except WireError as error:
-                self._why_alone = f"{address}: {error}"
-                self._give_up_if_refused(now)
-        with contextlib.suppress(AddressError):  # another pod of its name has another address
-            self._addresses = dial_addresses(self._head, patience_s=0)
+    def _call(self, now: float) -> None:
+        """Calls the head until it answers, time is up, or this host is to follow it."""
+        if self._succession.look(now):
+            self._caller.call_at(self._succession.address())
+        if (end := self._succession.verdict()) is not None:
+            if end.state == OVER:
+                self._end(end.exit_code, end.reason)
+            else:
+                self._end(EXIT_TRY_AGAIN, "the head was lost as it was about to stop")
+        elif (verdict := self._caller.given_up(now)) is not None:
+            self._end(*verdict)
+        elif (generation := self._succession.due(now)) is not None:
+            self._take_over(generation, now)
+        if self._verdict is None and self._headship is None:
+            wire = self._caller.call(now)
+            if wire is not None:
+                self._greet(wire)
 
-    def _give_up_if_refused(self, now: float) -> None:
-        self._refused_since = self._refused_since or now
-        if now - self._refused_since > REFUSED_FOR_S:
-            self._end(
-                EXIT_REFUSED,
-                f"{self._why_alone}; give the same FTRAIN_TOKEN or --token-file on every host",
-            )
+    def _take_over(self, generation: int, now: float) -> None:
+        before, silent_s = self._succession.seen, self._succession.silent_s(now)
+        headship = self._follow(generation, self._own)
+        if headship is None:
+            self._succession.lost_race(generation, now)
+            return
+        headship.after, headship.silent_s = before, silent_s
+        headship.commits = self._journal.commits(self._last)
+        self._headship = headship
+        was = before.claim
+        self._screen.line(
+            f"host {self._place.node_rank}: this host is the head now; host {was.rank} "
+            f"({was.name}) has not been heard of for {silent_s:.1f} s"
+        )
 
     def _greet(self, wire: Wire) -> None:
-        self._wire, self._refused_since, self._head_is_deaf = wire, None, False
-        self._told_able = False
+        self._wire, self._head_is_deaf, self._told_able = wire, False, False
         self._ears.watch(wire, self._hear)
         wire.send(
             "hello",
@@ -198,6 +205,7 @@ class Agent:
             platform=self._platform,
             name=self._name,
             agent=self._id,
+            generation=self._succession.generation,
         )
 
     def _hear(self) -> None:
@@ -213,11 +221,12 @@ class Agent:
     def _take(self, message: Message) -> None:
         match message:
             case {"kind": "welcome", "taken": taken}:
-                self._on_welcome(taken)
+                self._on_welcome(taken, message)
             case {"kind": "refused", "reason": reason, "again": again}:
                 self._on_refused(reason, again)
             case {"kind": "ping", "t": t, "taken": taken}:
-                self._forget_records(taken)
+                self._journal.forget(taken)
+                self._succession.take_hosts(message.get("hosts", ()))
                 self._tell("pong", t=t, clock=time.time())
             case {"kind": "start", "child": number}:
                 self._due[number] = message
@@ -226,33 +235,59 @@ class Agent:
                 self._tell("ended", child=number, exit=[None, "SIGKILL"])
             case {"kind": "kill" | "control" | "signal", "child": number}:
                 if number in self._children:
-                    self._pass_on(self._children[number][0], message)
+                    _pass_on(self._children[number][0], message)
             case {"kind": "verdict", "code": code, "reason": reason}:
+                if message.get("durable"):
+                    memory, part = self._config.checkpoint.memory_folder, self._part()
+                    remove_all(self._config.run_dir, memory, part)
                 self._end(code, reason)
 
-    @staticmethod
-    def _pass_on(child: Child, message: Message) -> None:
-        match message:
-            case {"kind": "kill"}:
-                child.kill()
-            case {"kind": "control", "line": line}:
-                child.send(line)
-            case {"kind": "signal", "number": number}:
-                child.signal(number)
-
-    def _on_welcome(self, taken: int) -> None:
-        self._screen.line(f"host {self._place.node_rank}: the head is there")
-        self._forget_records(taken)
-        for seq, number, line in list(self._journal):
-            self._tell("record", seq=seq, child=number, line=line)
+    def _on_welcome(self, taken: int, about: Message) -> None:
+        now, generation = time.monotonic(), about.get("generation", 0)
+        if not self._succession.obey(generation, about.get("holder", ""), now):
+            self._lose_head(f"it is the head of generation {generation}, and there is a newer one")
+            return
+        again, self._generation = generation == self._generation, generation
+        rank = about.get("rank", 0)
+        where = f" now: host {rank}, at {self._caller.head}" if rank else ""
+        self._screen.line(f"host {self._place.node_rank}: the head is there{where}")
+        if not self._succession.shared:
+            self._screen.line(
+                f"host {self._place.node_rank}: {self._config.run_dir} is not shared with the "
+                "head: if that is lost, no other host takes over"
+            )
+        self._keep_snapshots()
+        if again:
+            self._journal.forget(taken)
+        else:
+            self._journal.clear()
+        for entry in self._journal:
+            self._tell("record", seq=entry.seq, child=entry.child, line=entry.line)
         for i, name in enumerate(self._signals):
             self._tell("stop", signal=name, again=i > 0)
 
+    def _part(self) -> Part | None:
+        shared = self._succession.shared
+        return Part(self._place.node_rank, self._generation) if shared else None
+
+    def _keep_snapshots(self) -> None:
+        """In this host's memory, for when the head is lost. Its saver reads the shared folder."""
+        run_dir, part = self._config.run_dir, self._part()
+        handover = str(fallback_folder(run_dir, part))
+        memory = [handover]
+        if part is not None:
+            setting = self._config.checkpoint.memory_folder
+            memory.insert(0, str(memory_folder(run_dir, setting, part)))
+        self._local.keep_snapshots(memory, handover)
+
     def _on_refused(self, reason: str, again: bool) -> None:
         """The head does not want this host; if it may change its mind, it is asked again."""
-        self._why_alone = reason
+        self._caller.why = reason
         if not again:
             self._end(EXIT_REFUSED, reason)
+        self._hang_up()
+
+    def _hang_up(self) -> None:
         self._ears.forget(self._wire)
         self._wire.close()
         self._wire = None
@@ -268,12 +303,10 @@ class Agent:
 
     def _lose_head(self, reason: str) -> None:
         """The head counts this host as lost: nothing of it may live when it calls again (R9)."""
-        self._ears.forget(self._wire)
-        self._wire.close()
-        self._wire = None
-        self._alone_since, self._why_alone = time.monotonic(), reason
+        self._hang_up()
+        self._caller.lost(reason)
         self._logs.supervisor(f"lost the head: {reason}")
-        had = len(self._children)
+        had, self._last = len(self._children), set(self._children)
         self._due.clear()
         self._local.end_all()
         self._local.kill_strays({self._undertaker.pid})
@@ -282,13 +315,15 @@ class Agent:
                 f"host {self._place.node_rank}: lost the head ({reason}); ended {had} workers, "
                 "calling again"
             )
+        if self._signals:
+            self._end(EXIT_TRY_AGAIN, f"{self._signals[0]}, and the head is lost: {reason}")
 
     # Signals: the head stops the run in order, on all hosts.
 
     def _on_signal(self, name: str) -> None:
         self._signals.append(name)
         if self._wire is None:
-            self._end(EXIT_TRY_AGAIN, f"{name}, and the head is not there: {self._why_alone}")
+            self._end(EXIT_TRY_AGAIN, f"{name}, and the head is not there: {self._caller.why}")
         self._tell("stop", signal=name, again=len(self._signals) > 1)
 
     # Workers.
@@ -297,13 +332,15 @@ class Agent:
         while self._due and self._local.can_start():
             number = next(iter(self._due))
             order = self._due.pop(number)
+            self._workers[number] = order["worker"]
             heard = Heard(
                 started=lambda pid, number=number: self._tell("started", child=number, pid=pid),
                 line=functools.partial(self._on_line, number),
                 ended=functools.partial(self._on_ended, number),
             )
+            past = Past(*order["past"]) if order.get("past") else None
             self._children[number] = self._local.start(
-                order["worker"], order["incarnation"], order["address"], heard
+                order["worker"], order["incarnation"], order["address"], heard, past
             )
 
     def _tell_able(self) -> None:
@@ -315,16 +352,11 @@ class Agent:
 
     def _on_line(self, number: int, pipe: str, line: str) -> None:
         if pipe == "records":
-            self._seq += 1
-            self._journal.append((self._seq, number, line))
-            self._tell("record", seq=self._seq, child=number, line=line)
+            entry = self._journal.add(number, self._workers[number], line)
+            self._tell("record", seq=entry.seq, child=number, line=line)
         elif pipe == "stdout" or tells(line):
             # For the screen; this host's log has it whole.
             self._tell("line", child=number, pipe=pipe, line=line[:LINE_CHARACTERS])
-
-    def _forget_records(self, taken: int) -> None:
-        while self._journal and self._journal[0][0] <= taken:
-            self._journal.popleft()
 
     def _on_ended(self, number: int, ended: Exit, _: str) -> None:
         _, beat = self._children.pop(number)
@@ -346,6 +378,9 @@ class Agent:
             self._lose_head(f"no word for {now - self._wire.heard_at:.1f} s")
         elif self._head_is_deaf and self._wire is not None:
             self._lose_head("it takes nothing in")
+        elif self._wire is not None and self._succession.look(now):
+            self._lose_head(f"host {self._succession.seen.claim.rank} is the head now")
+            self._caller.call_at(self._succession.address())
         if self._wire is None:
             return
         self._wire.flush()
@@ -387,6 +422,16 @@ class Agent:
         self._undertaker.reap(kill=True)
         self._local.kill_strays(set())
         self._logs.close()
+
+
+def _pass_on(child: Child, message: Message) -> None:
+    match message:
+        case {"kind": "kill"}:
+            child.kill()
+        case {"kind": "control", "line": line}:
+            child.send(line)
+        case {"kind": "signal", "number": number}:
+            child.signal(number)
 
 
 def _beat_fields(beat: Beat, now: float) -> dict[str, Any]:

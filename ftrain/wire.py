@@ -28,7 +28,7 @@ NONCE_BYTES = 32
 PROOF_BYTES = 32
 PROVE_S = 5.0  # for a guest, from its connection to its proof and first message
 SEE_OFF_S = 2.0
-VERSION = 1  # of what is said, in the first message of a guest
+VERSION = 2  # of what is said, in the first message of a guest
 MAX_FRAME_BYTES = 16 << 20  # of JSON; what workers report is kilobytes
 _HEADER = struct.Struct(">I16s")
 
