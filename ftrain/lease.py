@@ -171,11 +171,11 @@ class Lease:
 
     @contextlib.contextmanager
     def fenced(self) -> Any:
-        """Within, a staging folder that has gone is a DeposedError."""
+        """Within, a file or folder of its staging that has gone is a DeposedError."""
         try:
             yield
         except OSError as error:
-            if error.errno in _GONE and not os.path.isdir(self.staging):
+            if error.errno in _GONE:
                 raise DeposedError(self.claim.generation) from error
             raise
 
