@@ -9,44 +9,37 @@ one calls that. Does nobody answer for `start_timeout_s`, the attempt is over: e
 
 from __future__ import annotations
 
-import functools
 import os
 import secrets
 import socket
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
 from ftrain.addresses import local_address_towards
-from ftrain.beat import COLLECTIVES, Beat
 from ftrain.caller import Caller
 from ftrain.config import Config
+from ftrain.crew import Crew
 from ftrain.ears import Ears
 from ftrain.endpoint import Endpoint
 from ftrain.errors import EXIT_REFUSED, EXIT_TRY_AGAIN
+from ftrain.head_line import HeadLine
 from ftrain.headship import Headship
 from ftrain.hosts import ids_of
-from ftrain.journal import Journal
 from ftrain.lease import OVER
-from ftrain.local_host import Heard, LocalHost, Past
+from ftrain.local_host import LocalHost
 from ftrain.meeting_point import use_interface
 from ftrain.memory_tier import Part, fallback_folder, memory_folder, remove_all
 from ftrain.placement import Placement
-from ftrain.processes import Child, Exit, adopt_orphans, launch
+from ftrain.processes import Child, adopt_orphans, launch
 from ftrain.run_lock import RunLock
 from ftrain.screen import Screen
-from ftrain.slots import tells
 from ftrain.succession import Succession
 from ftrain.verdict import Verdict
-from ftrain.wire import VERSION, Message, Wire, WireError
+from ftrain.wire import VERSION, Message, Wire
 from ftrain.worker_logs import Logs
 
 TICK_S = 0.1
-BEAT_EVERY_S = 0.5
-BACKLOG_BYTES = 4 << 20  # that the head may be behind before workers are made to wait
-IN_COLLECTIVE_S = 2.0  # before the connections of a worker are of interest to the head
-LINE_CHARACTERS = 100_000
 UNDERTAKER_S = 2.0  # for it to end by itself
 
 
@@ -87,15 +80,11 @@ class Agent:
         self._caller: Caller | None = None
         self._local: LocalHost | None = None
         self._undertaker: Child | None = None
-        self._wire: Wire | None = None
         self._told_able = False
-        self._head_is_deaf = False  # it takes nothing in; lost at the next tick
-        self._beat_at = float("-inf")
-        self._children: dict[int, tuple[Child, Beat]] = {}  # by the head's number
-        self._workers: dict[int, int] = {}  # the worker that each number was
-        self._last: set[int] = set()  # the numbers that lived when the head was lost
-        self._due: dict[int, Message] = {}  # to be started when the template is there
-        self._journal = Journal()
+        self._line = HeadLine(
+            self._ears, config.cluster.heartbeat_timeout_s, self._take, self._on_head_lost
+        )
+        self._crew: Crew | None = None
         self._generation = 0  # of the head that was obeyed last
         self._signals: list[str] = []
         self._verdict: Verdict | None = None
@@ -107,7 +96,7 @@ class Agent:
         self._open()
         with self._ears.signals(self._on_signal):
             while self._verdict is None and self._headship is None:
-                if self._wire is None:
+                if not self._line.is_open:
                     self._call(time.monotonic())
                 self._ears.wait(TICK_S)
                 self._tick(time.monotonic())
@@ -149,6 +138,7 @@ class Agent:
             tell_groups=self._undertaker.send,
         )
         self._local.open()
+        self._crew = Crew(self._local, self._line.tell)
         self._screen.line(
             f"host {place.node_rank} of {place.nodes}: workers "
             f"{' '.join(map(str, workers))}; the head is {self._caller.head}"
@@ -185,7 +175,7 @@ class Agent:
             self._succession.lost_race(generation, now)
             return
         headship.after, headship.silent_s = before, silent_s
-        headship.commits = self._journal.commits(self._last)
+        headship.commits = self._crew.last_commits()
         self._headship = headship
         was = before.claim
         self._screen.line(
@@ -194,10 +184,9 @@ class Agent:
         )
 
     def _greet(self, wire: Wire) -> None:
-        self._wire, self._head_is_deaf, self._told_able = wire, False, False
-        self._ears.watch(wire, self._hear)
-        wire.send(
-            "hello",
+        self._told_able = False
+        self._line.open(
+            wire,
             version=VERSION,
             rank=self._place.node_rank,
             nodes=self._place.nodes,
@@ -208,16 +197,6 @@ class Agent:
             generation=self._succession.generation,
         )
 
-    def _hear(self) -> None:
-        wire = self._wire
-        try:
-            for message in wire.take():
-                self._take(message)
-                if self._wire is not wire:
-                    return
-        except WireError as error:
-            self._lose_head(str(error))
-
     def _take(self, message: Message) -> None:
         match message:
             case {"kind": "welcome", "taken": taken}:
@@ -225,17 +204,11 @@ class Agent:
             case {"kind": "refused", "reason": reason, "again": again}:
                 self._on_refused(reason, again)
             case {"kind": "ping", "t": t, "taken": taken}:
-                self._journal.forget(taken)
+                self._crew.journal.forget(taken)
                 self._succession.take_hosts(message.get("hosts", ()))
-                self._tell("pong", t=t, clock=time.time())
-            case {"kind": "start", "child": number}:
-                self._due[number] = message
-            case {"kind": "kill", "child": number} if number in self._due:
-                del self._due[number]
-                self._tell("ended", child=number, exit=[None, "SIGKILL"])
-            case {"kind": "kill" | "control" | "signal", "child": number}:
-                if number in self._children:
-                    _pass_on(self._children[number][0], message)
+                self._line.tell("pong", t=t, clock=time.time())
+            case {"kind": "start" | "kill" | "control" | "signal"}:
+                self._crew.take(message)
             case {"kind": "verdict", "code": code, "reason": reason}:
                 if message.get("durable"):
                     memory, part = self._config.checkpoint.memory_folder, self._part()
@@ -245,7 +218,7 @@ class Agent:
     def _on_welcome(self, taken: int, about: Message) -> None:
         now, generation = time.monotonic(), about.get("generation", 0)
         if not self._succession.obey(generation, about.get("holder", ""), now):
-            self._lose_head(f"it is the head of generation {generation}, and there is a newer one")
+            self._line.end(f"it is the head of generation {generation}, and there is a newer one")
             return
         again, self._generation = generation == self._generation, generation
         rank = about.get("rank", 0)
@@ -258,13 +231,12 @@ class Agent:
             )
         self._keep_snapshots()
         if again:
-            self._journal.forget(taken)
+            self._crew.journal.forget(taken)
+            self._crew.tell_journal()
         else:
-            self._journal.clear()
-        for entry in self._journal:
-            self._tell("record", seq=entry.seq, child=entry.child, line=entry.line)
+            self._crew.journal.clear()
         for i, name in enumerate(self._signals):
-            self._tell("stop", signal=name, again=i > 0)
+            self._line.tell("stop", signal=name, again=i > 0)
 
     def _part(self) -> Part | None:
         shared = self._succession.shared
@@ -285,30 +257,14 @@ class Agent:
         self._caller.why = reason
         if not again:
             self._end(EXIT_REFUSED, reason)
-        self._hang_up()
+        self._line.close()
 
-    def _hang_up(self) -> None:
-        self._ears.forget(self._wire)
-        self._wire.close()
-        self._wire = None
-
-    def _tell(self, kind: str, **fields: Any) -> None:
-        """Says something to the head. If it is far behind, this host waits, and so its workers."""
-        if self._wire is None or self._head_is_deaf:
-            return
-        self._wire.send(kind, **fields)
-        if self._wire.backlog > BACKLOG_BYTES:
-            self._wire.flush_within(self._config.cluster.heartbeat_timeout_s, BACKLOG_BYTES // 2)
-            self._head_is_deaf = self._wire.backlog > BACKLOG_BYTES
-
-    def _lose_head(self, reason: str) -> None:
+    def _on_head_lost(self, reason: str) -> None:
         """The head counts this host as lost: nothing of it may live when it calls again (R9)."""
-        self._hang_up()
         self._caller.lost(reason)
         self._logs.supervisor(f"lost the head: {reason}")
-        had, self._last = len(self._children), set(self._children)
-        self._due.clear()
-        self._local.end_all()
+        had = len(self._crew)
+        self._crew.end_all()
         self._local.kill_strays({self._undertaker.pid})
         if self._verdict is None:
             self._screen.line(
@@ -322,118 +278,40 @@ class Agent:
 
     def _on_signal(self, name: str) -> None:
         self._signals.append(name)
-        if self._wire is None:
+        if not self._line.is_open:
             self._end(EXIT_TRY_AGAIN, f"{name}, and the head is not there: {self._caller.why}")
-        self._tell("stop", signal=name, again=len(self._signals) > 1)
-
-    # Workers.
-
-    def _start_due(self) -> None:
-        while self._due and self._local.can_start():
-            number = next(iter(self._due))
-            order = self._due.pop(number)
-            self._workers[number] = order["worker"]
-            heard = Heard(
-                started=lambda pid, number=number: self._tell("started", child=number, pid=pid),
-                line=functools.partial(self._on_line, number),
-                ended=functools.partial(self._on_ended, number),
-            )
-            past = Past(*order["past"]) if order.get("past") else None
-            self._children[number] = self._local.start(
-                order["worker"], order["incarnation"], order["address"], heard, past
-            )
+        self._line.tell("stop", signal=name, again=len(self._signals) > 1)
 
     def _tell_able(self) -> None:
         """Until the template is there the head starts nobody: its clock for a start would run."""
         able = not self._local.template.pending
         if able != self._told_able:
             self._told_able = able
-            self._tell("able", able=able)
-
-    def _on_line(self, number: int, pipe: str, line: str) -> None:
-        if pipe == "records":
-            entry = self._journal.add(number, self._workers[number], line)
-            self._tell("record", seq=entry.seq, child=number, line=line)
-        elif pipe == "stdout" or tells(line):
-            # For the screen; this host's log has it whole.
-            self._tell("line", child=number, pipe=pipe, line=line[:LINE_CHARACTERS])
-
-    def _on_ended(self, number: int, ended: Exit, _: str) -> None:
-        _, beat = self._children.pop(number)
-        self._tell("beats", beats=[[number, _beat_fields(beat, time.monotonic())]])
-        self._tell_stacks(number, beat)
-        beat.close()
-        self._tell("ended", child=number, exit=[ended.exit_code, ended.signal])
+            self._line.tell("able", able=able)
 
     # The clock.
 
     def _tick(self, now: float) -> None:
         self._local.tick({self._undertaker.pid})
-        if self._wire is None:
-            return
-        patience_s = self._config.cluster.heartbeat_timeout_s
-        if now > self._wire.heard_at + patience_s:
-            self._hear()  # this process may have been stopped itself, with all of it waiting
-        if self._wire is not None and now > self._wire.heard_at + patience_s:
-            self._lose_head(f"no word for {now - self._wire.heard_at:.1f} s")
-        elif self._head_is_deaf and self._wire is not None:
-            self._lose_head("it takes nothing in")
-        elif self._wire is not None and self._succession.look(now):
-            self._lose_head(f"host {self._succession.seen.claim.rank} is the head now")
+        self._line.tick(now)
+        if self._line.is_open and self._succession.look(now):
+            self._line.end(f"host {self._succession.seen.claim.rank} is the head now")
             self._caller.call_at(self._succession.address())
-        if self._wire is None:
+        if not self._line.is_open:
             return
-        self._wire.flush()
         self._tell_able()
-        self._start_due()
-        for number, (_, beat) in self._children.items():
-            self._tell_stacks(number, beat)
-        if now >= self._beat_at + BEAT_EVERY_S:
-            self._beat_at = now
-            self._tell("beats", beats=[[n, self._beat_of(n, now)] for n in self._children])
-
-    def _beat_of(self, number: int, now: float) -> dict[str, Any]:
-        """A worker's reading, and what else the head's watchdog may want to know of it."""
-        child, beat = self._children[number]
-        fields = _beat_fields(beat, now)
-        _, _, phase, age_s = fields["reading"]
-        if phase in COLLECTIVES and age_s > IN_COLLECTIVE_S:
-            fields["sockets"] = [list(s) for s in child.sockets()]
-        return {**fields, "stopped": child.is_stopped()}
-
-    def _tell_stacks(self, number: int, beat: Beat) -> None:
-        stacks = beat.new_stacks()
-        if stacks:
-            self._tell("stacks", child=number, text=stacks)
+        self._crew.start_due()
+        self._crew.tick(now)
 
     # The end.
 
     def _shut_down(self) -> None:
         """Nothing is left running when this returns."""
-        self._due.clear()
-        self._local.end_all()
-        if self._wire is not None:
-            self._ears.forget(self._wire)
-            self._wire.flush_within(1.0)
-            self._wire.close()
+        self._crew.end_all()
+        self._line.close(flush_s=1.0)
         self._local.close()
         self._undertaker.close_control()
         self._undertaker.wait(UNDERTAKER_S)
         self._undertaker.reap(kill=True)
         self._local.kill_strays(set())
         self._logs.close()
-
-
-def _pass_on(child: Child, message: Message) -> None:
-    match message:
-        case {"kind": "kill"}:
-            child.kill()
-        case {"kind": "control", "line": line}:
-            child.send(line)
-        case {"kind": "signal", "number": number}:
-            child.signal(number)
-
-
-def _beat_fields(beat: Beat, now: float) -> dict[str, Any]:
-    round_, step, phase, since = beat.read()
-    return {"reading": [round_, step, phase, now - since]}

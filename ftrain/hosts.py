@@ -157,6 +157,8 @@ class Hosts:
                 "set cluster.platform"
             )
             return {"reason": reason, "again": False}
+        if self._lease is not None and hello["generation"] > self._lease.claim.generation:
+            return {"reason": "another host is the head now", "again": True}
         theirs = Config.from_json(hello["config"])
         differ = {
             key: values

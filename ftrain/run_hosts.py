@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 
 from ftrain.agent import Agent
 from ftrain.config import Config
 from ftrain.door import tell_hosts
-from ftrain.ears import Ears
+from ftrain.ears import CAUGHT, Ears
 from ftrain.errors import (
     EXIT_DEFECT,
     EXIT_REFUSED,
@@ -90,6 +91,8 @@ class HostRun:
         Raises:
           FtrainError: as the run itself does, and if this host cannot listen or call.
         """
+        for number in CAUGHT:  # while nothing runs: between two roles, and before the first
+            signal.signal(number, lambda *_: sys.exit(EXIT_TRY_AGAIN))
         try:
             headship = self._begin() if self._place.node_rank == 0 else None
             while True:
@@ -147,6 +150,9 @@ class HostRun:
             return code
         except DeposedError:
             meeting.listener.close()
+            raise
+        except SystemExit:
+            verdict = Verdict(EXIT_TRY_AGAIN, "the head was stopped as it was about to begin")
             raise
         except FtrainError as error:
             verdict = Verdict(EXIT_REFUSED, f"the head was refused: {error}")

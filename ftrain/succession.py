@@ -30,9 +30,9 @@ class Watch:
         self.seen: Seen | None = None
         self._since = self._looked_at = float("-inf")
 
-    def look(self, now: float) -> None:
+    def look(self, now: float, *, at_once: bool = False) -> None:
         """Reads the lease, if it is time. One that cannot be read says nothing about its head."""
-        if now < self._looked_at + LOOK_EVERY_S:
+        if now < self._looked_at + LOOK_EVERY_S and not at_once:
             return
         late, self._looked_at = now > self._looked_at + MISSED_S, now
         try:
@@ -76,9 +76,9 @@ class Succession:
         """What the lease says."""
         return self._watch.seen
 
-    def look(self, now: float) -> bool:
+    def look(self, now: float, *, at_once: bool = False) -> bool:
         """Looks at the lease, if it is time; returns whether there is a newer head."""
-        self._watch.look(now)
+        self._watch.look(now, at_once=at_once)
         newest = self.seen.claim.generation if self.seen else 0
         if newest <= self.generation:
             return False
@@ -93,7 +93,7 @@ class Succession:
 
     def obey(self, generation: int, holder: str, now: float) -> bool:
         """Whether a head that calls itself of that generation may be obeyed."""
-        self.look(now)
+        self.look(now, at_once=True)
         if generation < self.generation:
             return False
         self.generation, self._holder = generation, holder
