@@ -92,7 +92,8 @@ class HostRun:
           FtrainError: as the run itself does, and if this host cannot listen or call.
         """
         for number in CAUGHT:  # while nothing runs: between two roles, and before the first
-            signal.signal(number, lambda *_: sys.exit(EXIT_TRY_AGAIN))
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+                signal.signal(number, lambda *_: sys.exit(EXIT_TRY_AGAIN))
         try:
             headship = self._begin() if self._place.node_rank == 0 else None
             while True:
