@@ -165,6 +165,7 @@ class Goodput:
         """The run was not stopped: its head was lost, and the other hosts had to find out."""
         self._parts["between"] -= self._away_s
         self._parts["detection"] += self._away_s
+        self._away_s = 0.0
 
     def _begin_anew(self) -> None:
         self._doing, self._fault_t, self._saved_t = "start", None, None

@@ -17,7 +17,7 @@ from tests.runs import Run, is_alive
 from tests.several_hosts import LOSS_S, HostsRun, hosts_run
 
 CONFIG = "tests/hosts.yaml"
-SETS = ["checkpoint.memory_every_s=0.5", "epochs=12"]
+SETS = ["checkpoint.memory_every_s=0.5"]
 
 
 def last(hosts: HostsRun) -> Run:
@@ -124,7 +124,7 @@ def test_a_head_that_is_stopped_for_too_long_finds_another_and_joins_it(tmp_path
 @pytest.mark.timeout(300)
 def test_a_head_that_is_cut_off_is_followed_and_joins_when_it_is_back(tmp_path):
     """It reaches the run's folder and renews its lease there: then nobody follows it."""
-    with hosts_run(CONFIG, tmp_path / "run", *SETS) as hosts:
+    with hosts_run(CONFIG, tmp_path / "run", *SETS, "epochs=12") as hosts:
         hosts.wait_all()
         hosts.head.wait_for_steps(20)
         hosts.net.unplug(0)
@@ -160,7 +160,7 @@ def test_heads_are_lost_one_after_the_other(tmp_path):
 @pytest.mark.timeout(300)
 def test_nobody_follows_a_head_that_was_told_to_stop(tmp_path):
     """It is killed before it has stopped; the other host exits 75, and both continue later."""
-    with hosts_run(CONFIG, tmp_path / "run", *SETS) as hosts:
+    with hosts_run(CONFIG, tmp_path / "run", *SETS, "epochs=12") as hosts:
         hosts.wait_all()
         hosts.head.wait_for_steps(20)
         hosts.head.process.send_signal(signal.SIGTERM)
