@@ -10,7 +10,7 @@ from ftrain.addresses import dial_addresses
 from ftrain.endpoint import Endpoint, parse_endpoint
 from ftrain.errors import EXIT_REFUSED, EXIT_TRY_AGAIN, AddressError
 from ftrain.verdict import Verdict
-from ftrain.wire import Wire, WireError, call_head
+from ftrain.wire import SilentError, Wire, WireError, call_head
 
 CALL_EVERY_S = 1.0
 CALL_TIMEOUT_S = 3.0
@@ -51,6 +51,7 @@ class Caller:
         self._call_at = float("-inf")
         self._alone_since = time.monotonic()
         self._refused_since: float | None = None
+        self._was_there = False
         self.addresses = (
             [parse_endpoint(instead, "head")]
             if instead
@@ -76,7 +77,7 @@ class Caller:
 
     def lost(self, why: str) -> None:
         """The connection has ended."""
-        self._alone_since, self.why = time.monotonic(), why
+        self._alone_since, self.why, self._was_there = time.monotonic(), why, True
 
     def given_up(self, now: float) -> Verdict | None:
         """What it means that nobody has answered for so long, if it is long enough."""
@@ -111,7 +112,9 @@ class Caller:
                 self.why = f"{address}: {error.strerror or error}"
             except WireError as error:
                 self.why = f"{address}: {error}"
-                self._refused_since = self._refused_since or now
+                # The head that was there may be stopped; any other answer is no head's.
+                if not (self._was_there and isinstance(error, SilentError)):
+                    self._refused_since = self._refused_since or now
             else:
                 self._refused_since = None
                 return wire

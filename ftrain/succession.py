@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from ftrain.lease import OVER, RENEW_EVERY_S, STOPPING, Seen, read_lease
 
 LOOK_EVERY_S = 1.0
-MISSED_S = 3.0  # without a look: what happened meanwhile is not known
+MISSED_S = 10.0  # without a look, longer than a call takes: what happened meanwhile is not known
 STAGGER_S = 1.0  # by which a host waits longer for each that comes before it
 POLL_S = 0.1
 

@@ -39,6 +39,10 @@ class WireError(Exception):
     """Raised when the other side is not, or no longer, one of ours; the message says in what."""
 
 
+class SilentError(WireError):
+    """Raised when it takes connections and says nothing: a host that is stopped does that too."""
+
+
 def proof(token: bytes, side: str, head_nonce: bytes, guest_nonce: bytes) -> bytes:
     """What only a holder of the token can answer to the two nonces, as `head` or `guest`."""
     return hmac.digest(token, side.encode() + b"\0" + head_nonce + guest_nonce, hashlib.sha256)
@@ -256,7 +260,7 @@ def _exactly(sock: socket.socket, count: int, otherwise: str) -> bytes:
         try:
             chunk = sock.recv(count - len(data))
         except TimeoutError:
-            raise WireError(f"{otherwise} (silent)") from None
+            raise SilentError(f"{otherwise} (silent)") from None
         except ConnectionError:
             chunk = b""
         if not chunk:

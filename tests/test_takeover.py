@@ -58,6 +58,7 @@ def test_a_head_that_is_killed_is_followed_by_another_host(tmp_path):
         hosts.wait_all()
         hosts.head.wait_for_step(12)
         hosts.head.process.kill()
+        hosts.head.process.wait()
         event = wait_for_takeover(hosts)
         assert event["was"] == 0 and event["generation"] == 2 and event["seconds"] >= 2
         assert hosts.runs[1].finish() == 0
@@ -166,6 +167,7 @@ def test_nobody_follows_a_head_that_was_told_to_stop(tmp_path):
         hosts.head.process.send_signal(signal.SIGTERM)
         hosts.head.wait_for_event("stop_requested")
         hosts.head.process.kill()
+        hosts.head.process.wait()
         assert hosts.runs[1].finish() == 75
         for rank in (0, 1):
             hosts.start(rank)
@@ -183,9 +185,9 @@ def test_without_a_shared_folder_nobody_follows(tmp_path):
     with hosts_run(
         "tests/paced.yaml", tmp_path / "run", *sets, loopback=True, env=env, ranks=[0]
     ) as hosts:
-        hosts.sets = [*sets, f"run_dir={tmp_path / 'other'}"]
         agent = hosts.start(1, "--run-dir", str(tmp_path / "other"))
         hosts.wait_all()
         hosts.head.process.kill()
+        hosts.head.process.wait()
         assert agent.finish() == 75
         assert "is not shared with the head" in agent.output
