@@ -87,7 +87,7 @@ class Succession:
 
     def address(self) -> str:
         """Where the newest head is called, if it is not where the user said; else ""."""
-        if self.seen is None or self.seen.claim.rank == 0:
+        if self.seen is None or self.seen.state == OVER or self.seen.claim.rank == 0:
             return ""
         return self.seen.claim.address
 

@@ -7,6 +7,7 @@ in one order only: killed, reaped, fenced, acknowledged, started (rule R9); `_on
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -175,10 +176,11 @@ class Supervisor:
         while self._verdict is None:
             self._ears.wait(TICK_S)
             self._tick()
-        self._shut_down()
         code, reason = self._verdict
-        if self._lease is not None:
-            self._lease.renew(exit_code=code, reason=reason)
+        if self._lease is not None:  # before anything is silent: nobody is to take over now
+            with contextlib.suppress(OSError):
+                self._lease.renew(exit_code=code, reason=reason)
+        self._shut_down()
         if durable := self._keeper.is_durable(self._recorder.step):
             self._remove_snapshots()
         self._recorder.close()
