@@ -32,12 +32,14 @@ def schedules(folder: Path, count: int, without: str = "") -> list[World]:
     return [run(seed, folder / str(seed), without) for seed in range(count)]
 
 
-def test_whatever_the_order_one_head_holds_and_old_ones_write_nothing(tmp_path):
+@pytest.mark.parametrize("count", [8, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.timeout(300)
+def test_whatever_the_order_one_head_holds_and_old_ones_write_nothing(tmp_path, count):
     """Of random schedules: takers race, heads stand still anywhere and go on after others."""
-    worlds = schedules(tmp_path, 20)
+    worlds = schedules(tmp_path, count)
     assert [w.wrong for w in worlds if w.wrong] == []
-    assert sum(w.deposed for w in worlds) > 40  # the schedules have what the rules are for
-    assert sum(w.commits for w in worlds) > 130
+    assert sum(w.deposed for w in worlds) > 2 * count  # the schedules have what the rules are for
+    assert sum(w.commits for w in worlds) > 6 * count
 
 
 @pytest.mark.parametrize(("rule", "wrong"), LEFT_OUT.items())

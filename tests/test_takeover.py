@@ -68,6 +68,8 @@ def test_a_head_that_is_killed_is_followed_by_another_host(tmp_path):
         assert [e["tier"] for e in restored] == ["memory"] and restored[0]["step"] > 0
         assert hosts.runs[1].metrics()[-1]["step"] == 60
         assert hosts.runs[1].metrics()[-1]["workers"] == [1]
+        told = str(verify(tmp_path / "run"))
+        assert "its head, host 0, was lost, and host 1 took over" in told
 
 
 @pytest.mark.slow
