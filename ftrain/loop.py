@@ -69,6 +69,7 @@ class StepLoop:
     forget_view: Callable[[], None]
     compile: Callable[[Any], Any]
     profiler: Profiler | None = None
+    restorable: int = 0  # the newest step that `first_state` would find here, on this host
 
     state: Committed | None = None
     progress: Progress = Progress()
@@ -187,6 +188,7 @@ class StepLoop:
                 "step": self.state.step if self.state else None,
                 "progress": self.progress,
                 "identity": self.admission.fingerprint,
+                "restorable": self.restorable,
             },
         )
         settled = time.perf_counter()
@@ -194,7 +196,11 @@ class StepLoop:
         connected = time.perf_counter()
         # R5: blank ranks below every step, and of those furthest ahead the lowest gives.
         ahead = {w: -1 if holds[w]["step"] is None else holds[w]["step"] for w in view.workers}
-        donor = self.admission.donor(ahead, {w: holds[w]["identity"] for w in view.workers})
+        donor = self.admission.donor(
+            ahead,
+            {w: holds[w]["identity"] for w in view.workers},
+            {w: holds[w]["restorable"] for w in view.workers},
+        )
         if ahead[donor] == -1:
             if self.members.finished():  # R8: a view without state never restores then
                 return Outcome(self.state, self.progress, leave=True)
@@ -371,6 +377,12 @@ class StepLoop:
                 dict(metrics),
                 self.spec.train_state(step, cursor, self.state.leaves),
             )
-        if view.lowest == self.members.me and not self._evaluation_due():
+        me = self.members.me
+        if self.saving.is_of(me, view.workers) and not self._evaluation_due():
             self.beat.phase("copy")
-            self.saving.after_commit(self.state, self.progress.evaluated)
+            self.saving.after_commit(
+                self.state,
+                self.progress.evaluated,
+                for_disk=view.lowest == me,
+                lineage=self.progress.lineage,
+            )

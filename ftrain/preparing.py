@@ -96,7 +96,7 @@ def make_loop(
     from ftrain.identity import identity_of
     from ftrain.loop import StepLoop
     from ftrain.membership import Members
-    from ftrain.restore import restore_newest
+    from ftrain.restore import newest_step, restore_newest
     from ftrain.saving import Saving
     from ftrain.stepping import Stepping
     from ftrain.table import Table
@@ -136,7 +136,12 @@ def make_loop(
         copies=config.commit == "lean",
         report=report,
         news=control,
+        handover=Path(job.handover),
+        neighbours=job.neighbours,
+        history=job.past[0] if job.past else "",
     )
+    places = list(dict.fromkeys([memory, fallback]))
+    begun = job.past[1] if job.past else None
 
     def first_state() -> Any:
         from ftrain.init_from import new_state
@@ -146,7 +151,8 @@ def make_loop(
             spec,
             dataset_length=source.length,
             report=report,
-            memory=list(dict.fromkeys([memory, fallback])),
+            memory=places,
+            begun=begun,
             digest=digests,
         )
         if restored is None:
@@ -194,6 +200,7 @@ def make_loop(
         started.forget_view,
         compile,
         make_profiler(config, beat),
+        restorable=0 if begun is None else newest_step(config.run_dir, places, begun),
     )
 
 
