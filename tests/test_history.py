@@ -60,7 +60,7 @@ def test_each_beginning_is_recorded_once_with_the_name_that_snapshots_carry(tmp_
     for view, lineage, step, generation in (("v", 1, 0, 0), ("w", 1, 9, 0), ("x", 1, 5, 1)):
         for worker in (0, 1):
             record = {"view": view, "workers": [0, 1], "step": step, "lineage": lineage, "t": 1.0}
-            record |= {"record": "view_changed", "seconds": 0.1, "sync_s": 0.1}
+            record |= {"record": "view_changed", "seconds": 0.1, "sync_s": 0.1, "connect_s": 0.0}
             recorder.take(worker, record, generation)
     holder = lease.claim.holder
     assert begun_in(read_records(tmp_path)) == [(f"{holder}.0.1", 0), (f"{holder}.1.1", 5)]
