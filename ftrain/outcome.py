@@ -18,6 +18,7 @@ class Progress(NamedTuple):
     eval_part: int = 0  # parts done of the evaluation of this step
     eval_sums: tuple[float, ...] = ()
     skipped: int = 0  # steps in a row, up to this one, that were not finite
+    one_by_one: bool = False  # the next step's shards: it was not finite with several at once
 
 
 class Outcome(NamedTuple):

@@ -79,21 +79,26 @@ class Stepping:
         shards = shards_of(plane.rank, len(plane.workers), self._config.batch_shards)
         if self._config.commit == "lean":
             return self._lean_step(plane, state, progress, shards)
-        new_state, metrics, stop, found = self._result(plane, state, shards)
-        if found is not None and self._programs.at_once > 1:
-            # Of several shards' one gradient nobody can say whose is not finite, and one without
-            # weight may have spoilt it. The sums are everybody's, so all members come here.
+        new_state, metrics, stop, found = self._result(plane, state, shards, progress.one_by_one)
+        if found is not None and self._is_mixed(progress):
             self.drop_ahead()
-            new_state, metrics, stop, found = self._result(plane, state, shards, one_by_one=True)
-        # The request to stop travelled in the sums: all stop at one step.
-        stopping = "stop" if stop else ""
-        new = Outcome(new_state, progress._replace(stopping=stopping, skipped=0), metrics)
+            return Outcome(state, progress._replace(one_by_one=True))
+        new = Outcome(new_state, _after_step(progress, stop), metrics)
         if found is not None:
             new = self._not_finite(plane, state, progress.skipped, new, found)
         self._with_digest(new)
         if stop or found is not None:
             self.drop_ahead()
         return new
+
+    def _is_mixed(self, progress: Progress) -> bool:
+        """Whether nobody can say which shard it was that is not finite, as long as it is one sum.
+
+        Of several shards at once the gradient is one, and a shard without weight may have spoilt
+        it. So the next block takes the step again, shard by shard: the next one, since a cancelled
+        collective may show anything to one member alone, and the barrier must speak first (R1).
+        """
+        return self._programs.at_once > 1 and not progress.one_by_one
 
     def _with_digest(self, new: Outcome) -> Outcome:
         if new.metrics is not None and self.digest_due(new.state.step):
@@ -103,15 +108,13 @@ class Stepping:
     def _lean_step(
         self, plane: DataPlane, state: Committed, progress: Progress, shards: list[int]
     ) -> Outcome:
-        sums = self._sum(plane, self._own_sums(state, shards, one_by_one=False))
+        sums = self._sum(plane, self._own_sums(state, shards, progress.one_by_one))
         metrics, stop, found = self._programs.judged(state, sums)
-        if found is not None and self._programs.at_once > 1:  # as in `step`
-            sums = self._sum(plane, self._own_sums(state, shards, one_by_one=True))
-            metrics, stop, found = self._programs.judged(state, sums)
+        if found is not None and self._is_mixed(progress):
+            return Outcome(state, progress._replace(one_by_one=True))
         samples = self._target.batch(state.cursor)
         after = state._replace(step=state.step + 1, cursor=state.cursor + samples)
-        stopping = "stop" if stop else ""
-        new = Outcome(after, progress._replace(stopping=stopping, skipped=0), metrics)
+        new = Outcome(after, _after_step(progress, stop), metrics)
         if found is not None:
             return self._with_digest(self._not_finite(plane, state, progress.skipped, new, found))
         return new._replace(apply=lambda: self._apply(state, sums, samples))
@@ -142,7 +145,7 @@ class Stepping:
         return bool(every) and step > 0 and step % every == 0
 
     def _result(
-        self, plane: DataPlane, state: Committed, shards: list[int], one_by_one: bool = False
+        self, plane: DataPlane, state: Committed, shards: list[int], one_by_one: bool
     ) -> tuple[Committed, dict[str, Any], bool, Nonfinite | None]:
         """The next state, and what its update told (`StepPrograms.result`)."""
         sums = self._sum(plane, self._own_sums(state, shards, one_by_one))
@@ -235,3 +238,8 @@ class Stepping:
                 "what": one_line(found, owners),
             },
         )
+
+
+def _after_step(progress: Progress, stop: bool) -> Progress:
+    # The request to stop travelled in the sums: all stop at one step.
+    return progress._replace(stopping="stop" if stop else "", skipped=0, one_by_one=False)

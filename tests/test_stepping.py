@@ -25,10 +25,12 @@ class Programs:
 
     def __init__(self):
         self.began: list[Committed] = []
+        self.one_by_one: list[bool] = []
         self.stop, self.found = False, None
 
     def gradients(self, state, batches, *, stop, one_by_one):
         self.began.append(state)
+        self.one_by_one.append(one_by_one)
         return [(state, [shard for shard, _ in batches])]
 
     def update(self, state, sums, samples):
@@ -128,3 +130,17 @@ def test_nothing_is_begun_for_the_step_after_the_last(parts):
     parts.programs.began.clear()
     step(parts, second)
     assert parts.programs.began[0] is second
+
+
+def test_a_step_that_is_not_finite_with_several_shards_at_once_is_taken_again_in_the_next_block(
+    parts,
+):
+    """Nothing is committed but that; a cancelled collective may show it to one member alone."""
+    parts.programs.at_once, parts.programs.found = 3, object()
+    new = parts.stepping.step(plane(), FIRST, Progress(skipped=2))
+    assert new.state is FIRST and new.metrics is None
+    assert new.progress == Progress(skipped=2, one_by_one=True)
+    parts.programs.found = None
+    again = parts.stepping.step(plane(), FIRST, new.progress)
+    assert parts.programs.one_by_one == [False, False, True, False]
+    assert again.state.step == 1 and again.progress == Progress()
