@@ -1,0 +1,44 @@
+"""SIGKILL to a worker that a seed draws; the same draws for every side."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+
+from sides import WORKERS, Side
+
+
+class Injector:
+    """Draws workers uniformly, by a seed."""
+
+    def __init__(self, seed: int):
+        self.random = random.Random(seed)
+
+    def draw(self) -> int:
+        return self.random.randrange(WORKERS)
+
+    def kill_every(self, side: Side, every_s: float, start: float, end: float) -> Iterator[int]:
+        """Kills at fixed times until `end`. One that has not been restarted is not there to die."""
+        at = start + every_s
+        while at < end:
+            time.sleep(max(0.0, at - time.time()))
+            worker = self.draw()
+            if kill(side, worker) is not None:
+                yield worker
+            at += every_s
+        time.sleep(max(0.0, end - time.time()))
+
+
+def kill(side: Side, worker: int) -> float | None:
+    """When it was killed, unix seconds; None if it has no process now."""
+    t, pid = time.time(), side.pid(worker)
+    if pid is None:
+        return None
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return None
+    return t

@@ -1,0 +1,99 @@
+"""The results as tables: median, smallest and largest of what was measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+
+# A side's own plain loop.
+BASELINES = (
+    ("ftrain", "jax plain"),
+    ("torchft as documented", "torch ddp"),
+    ("torchft as documented", "torch plain"),
+)
+KILL_ROWS = {
+    "kill_to_commit_s": "SIGKILL to the survivors' next commit, s",
+    "kill_to_back_s": "SIGKILL to the worker's first commit after it, s",
+    "restart_to_commit_s": "restart of its process to that commit, s",
+    "longest_step_at_join_s": "survivors' longest step about its return, s",
+    "restart_cpu_s": "CPU-seconds of its restart",
+}
+
+
+def spread(values: Iterable[float], digits: int = 2) -> str:
+    found = sorted(values)
+    middle, least, most = statistics.median(found), found[0], found[-1]
+    return f"{middle:.{digits}f} ({least:.{digits}f} to {most:.{digits}f})"
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def print_tables(results: dict[str, list]) -> None:
+    for part in (overhead, kills, throughput):
+        if text := part(results[part.__name__]):
+            print(text)
+
+
+def overhead(rounds: list[dict]) -> str:
+    """Of each size: the steps, and what a side costs beside its own baseline, round by round."""
+    rows = []
+    for size in dict.fromkeys(r["size"] for r in rounds):
+        found = [r["ms"] for r in rounds if r["size"] == size]
+        for name in found[0]:
+            rows.append([size, name, spread((r[name] for r in found), 1), "", ""])
+        for side, baseline in BASELINES:
+            rows.append(
+                [
+                    size,
+                    f"{side} over {baseline}",
+                    "",
+                    spread((r[side] - r[baseline] for r in found), 1),
+                    spread((100 * (r[side] / r[baseline] - 1) for r in found), 0),
+                ]
+            )
+    return table(["size", "", "step, ms", "more, ms", "more, %"], rows) if rows else ""
+
+
+def kills(rounds: list[dict]) -> str:
+    found: dict[str, list[dict]] = {}
+    for r in rounds:
+        found.setdefault(r["side"], []).extend(r["kills"])
+    if not found:
+        return ""
+    rows = [["kills", *(str(len(k)) for k in found.values())]]
+    for key, what in KILL_ROWS.items():
+        rows.append([what, *(spread(k[key] for k in one) for one in found.values())])
+    return table(["", *found], rows)
+
+
+def throughput(runs: list[dict]) -> str:
+    if not runs:
+        return ""
+
+    def row(what: str, value) -> list[str]:
+        return [what, *(value(r) for r in runs)]
+
+    rows = [
+        row("samples/s undisturbed", lambda r: f"{r['calm']['samples_per_s']:,.0f}"),
+        row("samples/s with kills", lambda r: f"{r['killed']['samples_per_s']:,.0f}"),
+        row(
+            "kept",
+            lambda r: f"{r['killed']['samples_per_s'] / r['calm']['samples_per_s']:.0%}",
+        ),
+        row("deaths", lambda r: str(r["killed"]["deaths"])),
+        row("a sample was used", uses),
+        row("samples read and not used", lambda r: str(r["killed"].get("read_and_dropped", 0))),
+        row("peak memory of a worker, MB", lambda r: f"{r['calm']['peak_mb']:.0f}"),
+        row("memory of all processes, MB", lambda r: f"{r['calm']['total_mb']:.0f}"),
+    ]
+    return table(["", *(r["side"] for r in runs)], rows)
+
+
+def uses(run: dict) -> str:
+    killed = run["killed"]
+    if "verdict" in killed:
+        return killed["verdict"]
+    return f"{killed['uses_least']} to {killed['uses_most']} times"
