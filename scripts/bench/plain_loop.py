@@ -58,6 +58,7 @@ def start(arguments: argparse.Namespace) -> None:
 
 def work(arguments: argparse.Namespace) -> None:
     import jax
+    import jax.numpy as jnp
     import numpy as np
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
@@ -79,15 +80,23 @@ def work(arguments: argparse.Namespace) -> None:
     replicated, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("worker"))
 
     def loss(params, model_state, batch, key):
+        # Rebuilt in this trace: flax.nnx refuses variables of an outer one.
+        model_state = jax.tree.map(lambda leaf: leaf, model_state)
         args = (params, batch, key) if model_state is None else (params, batch, key, model_state)
         out = trainer.loss(*args)
-        return getattr(out, "value", out)
+        return getattr(out, "value", out), getattr(out, "model_state", None)
+
+    def mean(leaf):
+        return jax.lax.pmean(leaf, "worker") if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
     def local(params, opt_state, model_state, batch, key):
-        value, grads = jax.value_and_grad(loss)(params, model_state, batch, key)
-        value, grads = jax.lax.pmean((value, grads), "worker")
+        (value, model_state), grads = jax.value_and_grad(loss, has_aux=True)(
+            params, model_state, batch, key
+        )
+        value, grads, model_state = jax.tree.map(mean, (value, grads, model_state))
         updates, opt_state = trainer.tx.update(grads, opt_state, params)
-        return jax.tree.map(lambda p, u: p + u, params, updates), opt_state, value
+        params = jax.tree.map(lambda p, u: p + u, params, updates)
+        return params, opt_state, model_state, value
 
     step = jax.jit(
         jax.shard_map(
@@ -118,7 +127,9 @@ def work(arguments: argparse.Namespace) -> None:
         for number in range(arguments.steps + 5):
             began = time.perf_counter()
             key, before = jax.random.fold_in(jax.random.key(1), number), value
-            params, opt_state, value = step(params, opt_state, model_state, batch(number), key)
+            params, opt_state, model_state, value = step(
+                params, opt_state, model_state, batch(number), key
+            )
             jax.block_until_ready(value if way == "waited" else before)
             if way == "waited":
                 jax.block_until_ready(params)
