@@ -60,6 +60,7 @@ def work(arguments: argparse.Namespace) -> None:
     import jax
     import jax.numpy as jnp
     import numpy as np
+    from jax.flatten_util import ravel_pytree
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
@@ -86,14 +87,21 @@ def work(arguments: argparse.Namespace) -> None:
         out = trainer.loss(*args)
         return getattr(out, "value", out), getattr(out, "model_state", None)
 
-    def mean(leaf):
-        return jax.lax.pmean(leaf, "worker") if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+    def mean(tree):
+        leaves, treedef = jax.tree.flatten(tree)
+        floats = {i: x for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)}
+        if arguments.platform == "cpu":  # one buffer: XLA does not combine all-reduces there
+            flat, unravel = ravel_pytree(floats)
+            floats = unravel(jax.lax.pmean(flat, "worker"))
+        else:
+            floats = jax.lax.pmean(floats, "worker")
+        return treedef.unflatten([floats.get(i, x) for i, x in enumerate(leaves)])
 
     def local(params, opt_state, model_state, batch, key):
         (value, model_state), grads = jax.value_and_grad(loss, has_aux=True)(
             params, model_state, batch, key
         )
-        value, grads, model_state = jax.tree.map(mean, (value, grads, model_state))
+        value, grads, model_state = mean((value, grads, model_state))
         updates, opt_state = trainer.tx.update(grads, opt_state, params)
         params = jax.tree.map(lambda p, u: p + u, params, updates)
         return params, opt_state, model_state, value
