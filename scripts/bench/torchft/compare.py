@@ -81,6 +81,10 @@ class Bench:
         kinds: dict[str, Callable[[], float]] = {
             "jax plain": lambda: measure.plain_jax_ms(size, steps),
             "ftrain": lambda: of_side(self.sides(size)["ftrain"]),
+            # One shard a worker, as in the plain loop; the recipe cuts three for when one dies.
+            "ftrain, 4 shards": lambda: of_side(
+                lambda: ftrain(self.run_dir(), size, sets=["batch_shards=4"])
+            ),
             "torch plain": lambda: of_torch("plain"),
             "torch ddp": lambda: of_torch("ddp"),
             "torchft as documented": lambda: of_side(self.sides(size)["torchft as documented"]),

@@ -104,10 +104,6 @@ class Ftrain:
     def roots(self) -> list[int]:
         return [self.run.process.pid, *self.run.processes()]
 
-    def wait_end(self) -> None:
-        if self.run.finish(600) != 0:
-            raise SystemExit(self.run.output)
-
 
 class Torch:
     """Workers in PyTorch, each with its log."""
@@ -170,8 +166,8 @@ Side = Ftrain | Torch
 
 
 @contextlib.contextmanager
-def ftrain(folder: Path, size: Size, steps: int = 10**9) -> Iterator[Ftrain]:
-    sets = [f"steps={steps}", "restart.max_failures=1000", "checkpoint.keep=1"]
+def ftrain(folder: Path, size: Size, sets: Sequence[str] = ()) -> Iterator[Ftrain]:
+    sets = [*sets, "steps=1000000000", "restart.max_failures=1000", "checkpoint.keep=1"]
     sets += [f"compile_cache={folder.parent / 'compile_cache'}"]
     with running(size.config, folder, *sets) as run:
         yield Ftrain(run)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 # A side's own plain loop.
 BASELINES = (
     ("ftrain", "jax plain"),
+    ("ftrain, 4 shards", "jax plain"),
     ("torchft as documented", "torch ddp"),
     ("torchft as documented", "torch plain"),
 )
@@ -42,16 +43,19 @@ def overhead(rounds: list[dict]) -> str:
     rows = []
     for size in dict.fromkeys(r["size"] for r in rounds):
         found = [r["ms"] for r in rounds if r["size"] == size]
-        for name in found[0]:
-            rows.append([size, name, spread((r[name] for r in found), 1), "", ""])
+        for name in dict.fromkeys(name for r in found for name in r):
+            rows.append([size, name, spread((r[name] for r in found if name in r), 1), "", ""])
         for side, baseline in BASELINES:
+            pairs = [(r[side], r[baseline]) for r in found if side in r]
+            if not pairs:
+                continue
             rows.append(
                 [
                     size,
                     f"{side} over {baseline}",
                     "",
-                    spread((r[side] - r[baseline] for r in found), 1),
-                    spread((100 * (r[side] / r[baseline] - 1) for r in found), 0),
+                    spread((ours - plain for ours, plain in pairs), 1),
+                    spread((100 * (ours / plain - 1) for ours, plain in pairs), 0),
                 ]
             )
     return table(["size", "", "step, ms", "more, ms", "more, %"], rows) if rows else ""
