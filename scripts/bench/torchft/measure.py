@@ -29,8 +29,9 @@ def plain_jax_ms(size: Size, steps: int) -> float:
 
 
 def median_ms(side: Side, steps: int) -> float:
-    """The median step of the last so many."""
-    return 1e3 * statistics.median(side.steps_s()[-steps:])
+    """The median from one commit to the next, of the last so many."""
+    times = [c.t for c in side.commits(0)][-steps - 1 :]
+    return 1e3 * statistics.median(b - a for a, b in zip(times, times[1:], strict=False))
 
 
 def one_kill(side: Side, worker: int) -> dict[str, float]:

@@ -94,9 +94,6 @@ class Ftrain:
             if worker in m["workers"]
         ]
 
-    def steps_s(self) -> list[float]:
-        return [m["step_time_s"] for m in self.run.metrics()]
-
     def samples(self, start: float, end: float) -> int:
         inside = [m["samples"] for m in self.run.metrics() if start <= m["t"] <= end]
         return inside[-1] - inside[0] + BATCH if inside else 0
@@ -144,10 +141,6 @@ class Torch:
             for line in self.lines(worker)
             if line["counts"]
         ]
-
-    def steps_s(self) -> list[float]:
-        times = [c.t for c in self.commits(0) if c.participants == WORKERS]
-        return [b - a for a, b in zip(times, times[1:], strict=False)]
 
     def samples(self, start: float, end: float) -> int:
         commits = [c for w in range(WORKERS) for c in self.commits(w)]
