@@ -1,6 +1,6 @@
 """ftrain and torchft side by side. See docs/torchft.md; `run` sets up what it needs.
 
-    scripts/bench/torchft/run                          everything, about 40 minutes
+    scripts/bench/torchft/run                          everything, about half an hour
     scripts/bench/torchft/run --part kills --kills 5   one part, added to what is there
     scripts/bench/torchft/run --part none              the table of what is there
 
@@ -20,7 +20,7 @@ from pathlib import Path
 import measure
 import numpy as np
 from injector import Injector
-from sides import SETTINGS, SIZES, Side, Size, ftrain, torch_plain, torchft
+from sides import SETTINGS, SIZES, Ftrain, Size, ftrain, torch_plain, torchft
 from tables import print_tables
 
 PARTS = ("overhead", "kills", "throughput")
@@ -102,26 +102,18 @@ class Bench:
             self.add("kills", side=name, kills=rows)
 
     def throughput(self, round_: int) -> None:
-        """Samples per second, undisturbed and with a kill every so many seconds."""
+        """Samples per second, undisturbed and with kills, in turns."""
         sides = self.sides(SIZES["small"])
         for name in in_turns(list(sides), round_):
-            if self.arguments.side in (None, name):
-                self.add("throughput", side=name, **self._calm_and_killed(sides[name], round_))
-
-    def _calm_and_killed(self, start, round_: int) -> dict[str, dict]:
-        found = {}
-        for kind, seconds in (("calm", self.arguments.calm_s), ("killed", self.arguments.killed_s)):
-            injector = Injector(self.seed(round_)) if kind == "killed" else None
-            with start() as side:
-                found[kind] = measure.throughput(side, seconds, injector, self.arguments.every_s)
-            if kind == "killed":
-                found[kind] |= self._judged(side)
-        return found
-
-    def _judged(self, side: Side) -> dict:
-        """After its end: what ftrain's records say of it."""
-        run = getattr(side, "run", None)
-        return measure.verdict(side, run.run_dir) if run else {}
+            if self.arguments.side not in (None, name):
+                continue
+            injector = Injector(self.seed(round_))
+            cycles, *seconds = self.arguments.cycles
+            with sides[name]() as side:
+                found = measure.throughput(side, injector, int(cycles), *seconds)
+            if isinstance(side, Ftrain):  # after its end: what its records say of it
+                found |= measure.verdict(side, side.run.run_dir)
+            self.add("throughput", side=name, **found)
 
     def seed(self, round_: int) -> int:
         return random.Random(f"{self.arguments.seed} {round_}").randrange(2**32)
@@ -144,9 +136,14 @@ def main() -> None:
     parser.add_argument("--first-round", type=int, default=0)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--kills", type=int, default=5, help="of each side in a round")
-    parser.add_argument("--calm-s", type=float, default=60)
-    parser.add_argument("--killed-s", type=float, default=120)
-    parser.add_argument("--every-s", type=float, default=10)
+    parser.add_argument(
+        "--cycles",
+        type=float,
+        nargs=4,
+        default=[3, 20, 40, 10],
+        metavar=("CYCLES", "CALM_S", "KILLED_S", "EVERY_S"),
+        help="of `throughput`: seconds undisturbed, then with a kill every so often, so many times",
+    )
     parser.add_argument("--seed", type=int, default=7)
     arguments = parser.parse_args()
     from recipes.digits import DigitsTrainer

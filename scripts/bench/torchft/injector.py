@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 
 from sides import WORKERS, Side
 
@@ -20,16 +19,18 @@ class Injector:
     def draw(self) -> int:
         return self.random.randrange(WORKERS)
 
-    def kill_every(self, side: Side, every_s: float, start: float, end: float) -> Iterator[int]:
-        """Kills at fixed times until `end`. One that has not been restarted is not there to die."""
-        at = start + every_s
+    def kill_every(self, side: Side, every_s: float, start: float, end: float) -> int:
+        """Kills at `start` and every so often until `end`; how many it killed.
+
+        Who has not been restarted yet is not there to die.
+        """
+        at, killed = start, 0
         while at < end:
             time.sleep(max(0.0, at - time.time()))
-            worker = self.draw()
-            if kill(side, worker) is not None:
-                yield worker
+            killed += kill(side, self.draw()) is not None
             at += every_s
         time.sleep(max(0.0, end - time.time()))
+        return killed
 
 
 def kill(side: Side, worker: int) -> float | None:

@@ -81,23 +81,24 @@ def throughput(runs: list[dict]) -> str:
         return [what, *(value(r) for r in runs)]
 
     rows = [
-        row("samples/s undisturbed", lambda r: f"{r['calm']['samples_per_s']:,.0f}"),
-        row("samples/s with kills", lambda r: f"{r['killed']['samples_per_s']:,.0f}"),
-        row(
-            "kept",
-            lambda r: f"{r['killed']['samples_per_s'] / r['calm']['samples_per_s']:.0%}",
-        ),
-        row("deaths", lambda r: str(r["killed"]["deaths"])),
+        row("samples/s undisturbed", lambda r: spread(r["calm"], 0)),
+        row("samples/s with kills", lambda r: spread(r["killed"], 0)),
+        row("kept, %", kept),
+        row("deaths", lambda r: str(r["deaths"])),
         row("a sample was used", uses),
-        row("samples read and not used", lambda r: str(r["killed"].get("read_and_dropped", 0))),
-        row("peak memory of a worker, MB", lambda r: f"{r['calm']['peak_mb']:.0f}"),
-        row("memory of all processes, MB", lambda r: f"{r['calm']['total_mb']:.0f}"),
+        row("samples read and not used", lambda r: str(r.get("read_and_dropped", 0))),
+        row("peak memory of a worker, MB", lambda r: f"{r['peak_mb']:.0f}"),
+        row("memory of all processes, MB", lambda r: f"{r['total_mb']:.0f}"),
     ]
     return table(["", *(r["side"] for r in runs)], rows)
 
 
+def kept(run: dict) -> str:
+    pairs = zip(run["calm"], run["killed"], strict=True)
+    return spread((100 * killed / calm for calm, killed in pairs), 0)
+
+
 def uses(run: dict) -> str:
-    killed = run["killed"]
-    if "verdict" in killed:
-        return killed["verdict"]
-    return f"{killed['uses_least']} to {killed['uses_most']} times"
+    if "verified" in run:
+        return "once an epoch" if run["verified"] else "see `ftrain verify`"
+    return f"{run['uses_least']} to {run['uses_most']} times"
