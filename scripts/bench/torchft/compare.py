@@ -14,6 +14,8 @@ import contextlib
 import json
 import random
 import shutil
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -148,6 +150,7 @@ def main() -> None:
     arguments = parser.parse_args()
     from recipes.digits import DigitsTrainer
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and ends what it has started
     bench = Bench(arguments)
     np.savez(bench.data, **DigitsTrainer().dataset())
     rounds = range(arguments.first_round, arguments.first_round + arguments.rounds)
