@@ -58,7 +58,9 @@ def start(arguments: argparse.Namespace) -> None:
 
 def work(arguments: argparse.Namespace) -> None:
     import jax
+    import jax.numpy as jnp
     import numpy as np
+    from jax.flatten_util import ravel_pytree
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
@@ -79,15 +81,30 @@ def work(arguments: argparse.Namespace) -> None:
     replicated, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("worker"))
 
     def loss(params, model_state, batch, key):
+        # Rebuilt in this trace: flax.nnx refuses variables of an outer one.
+        model_state = jax.tree.map(lambda leaf: leaf, model_state)
         args = (params, batch, key) if model_state is None else (params, batch, key, model_state)
         out = trainer.loss(*args)
-        return getattr(out, "value", out)
+        return getattr(out, "value", out), getattr(out, "model_state", None)
+
+    def mean(tree):
+        leaves, treedef = jax.tree.flatten(tree)
+        floats = {i: x for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)}
+        if arguments.platform == "cpu":  # one buffer: XLA does not combine all-reduces there
+            flat, unravel = ravel_pytree(floats)
+            floats = unravel(jax.lax.pmean(flat, "worker"))
+        else:
+            floats = jax.lax.pmean(floats, "worker")
+        return treedef.unflatten([floats.get(i, x) for i, x in enumerate(leaves)])
 
     def local(params, opt_state, model_state, batch, key):
-        value, grads = jax.value_and_grad(loss)(params, model_state, batch, key)
-        value, grads = jax.lax.pmean((value, grads), "worker")
+        (value, model_state), grads = jax.value_and_grad(loss, has_aux=True)(
+            params, model_state, batch, key
+        )
+        value, grads, model_state = mean((value, grads, model_state))
         updates, opt_state = trainer.tx.update(grads, opt_state, params)
-        return jax.tree.map(lambda p, u: p + u, params, updates), opt_state, value
+        params = jax.tree.map(lambda p, u: p + u, params, updates)
+        return params, opt_state, model_state, value
 
     step = jax.jit(
         jax.shard_map(
@@ -118,7 +135,9 @@ def work(arguments: argparse.Namespace) -> None:
         for number in range(arguments.steps + 5):
             began = time.perf_counter()
             key, before = jax.random.fold_in(jax.random.key(1), number), value
-            params, opt_state, value = step(params, opt_state, model_state, batch(number), key)
+            params, opt_state, model_state, value = step(
+                params, opt_state, model_state, batch(number), key
+            )
             jax.block_until_ready(value if way == "waited" else before)
             if way == "waited":
                 jax.block_until_ready(params)

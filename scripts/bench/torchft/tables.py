@@ -1,0 +1,104 @@
+"""The results as tables: median, smallest and largest of what was measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+
+# A side's own plain loop.
+BASELINES = (
+    ("ftrain", "jax plain"),
+    ("ftrain, 4 shards", "jax plain"),
+    ("torchft as documented", "torch ddp"),
+    ("torchft as documented", "torch plain"),
+)
+KILL_ROWS = {
+    "kill_to_commit_s": "SIGKILL to the survivors' next commit, s",
+    "kill_to_back_s": "SIGKILL to the worker's first commit after it, s",
+    "restart_to_commit_s": "restart of its process to that commit, s",
+    "longest_step_at_join_s": "survivors' longest step about its return, s",
+    "restart_cpu_s": "CPU-seconds of its restart",
+}
+
+
+def spread(values: Iterable[float], digits: int = 2) -> str:
+    found = sorted(values)
+    middle, least, most = statistics.median(found), found[0], found[-1]
+    return f"{middle:.{digits}f} ({least:.{digits}f} to {most:.{digits}f})"
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def print_tables(results: dict[str, list]) -> None:
+    for part in (overhead, kills, throughput):
+        if text := part(results[part.__name__]):
+            print(text)
+
+
+def overhead(rounds: list[dict]) -> str:
+    """Of each size: the steps, and what a side costs beside its own baseline, round by round."""
+    rows = []
+    for size in dict.fromkeys(r["size"] for r in rounds):
+        found = [r["ms"] for r in rounds if r["size"] == size]
+        for name in dict.fromkeys(name for r in found for name in r):
+            rows.append([size, name, spread((r[name] for r in found if name in r), 1), "", ""])
+        for side, baseline in BASELINES:
+            pairs = [(r[side], r[baseline]) for r in found if side in r]
+            if not pairs:
+                continue
+            rows.append(
+                [
+                    size,
+                    f"{side} over {baseline}",
+                    "",
+                    spread((ours - plain for ours, plain in pairs), 1),
+                    spread((100 * (ours / plain - 1) for ours, plain in pairs), 0),
+                ]
+            )
+    return table(["size", "", "step, ms", "more, ms", "more, %"], rows) if rows else ""
+
+
+def kills(rounds: list[dict]) -> str:
+    found: dict[str, list[dict]] = {}
+    for r in rounds:
+        found.setdefault(r["side"], []).extend(r["kills"])
+    if not found:
+        return ""
+    rows = [["kills", *(str(len(k)) for k in found.values())]]
+    for key, what in KILL_ROWS.items():
+        rows.append([what, *(spread(k[key] for k in one) for one in found.values())])
+    return table(["", *found], rows)
+
+
+def throughput(runs: list[dict]) -> str:
+    if not runs:
+        return ""
+
+    def row(what: str, value) -> list[str]:
+        return [what, *(value(r) for r in runs)]
+
+    rows = [
+        row("samples/s undisturbed", lambda r: spread(r["calm"], 0)),
+        row("samples/s with kills", lambda r: spread(r["killed"], 0)),
+        row("kept, %", kept),
+        row("deaths", lambda r: str(r["deaths"])),
+        row("a sample was used", uses),
+        row("samples read and not used", lambda r: str(r.get("read_and_dropped", 0))),
+        row("peak memory of a worker, MB", lambda r: f"{r['peak_mb']:.0f}"),
+        row("memory of all processes, MB", lambda r: f"{r['total_mb']:.0f}"),
+    ]
+    return table(["", *(r["side"] for r in runs)], rows)
+
+
+def kept(run: dict) -> str:
+    pairs = zip(run["calm"], run["killed"], strict=True)
+    return spread((100 * killed / calm for calm, killed in pairs), 0)
+
+
+def uses(run: dict) -> str:
+    if "verified" in run:
+        return "once an epoch" if run["verified"] else "see `ftrain verify`"
+    return f"{run['uses_least']} to {run['uses_most']} times"
