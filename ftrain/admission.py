@@ -34,12 +34,16 @@ class Admission:
         if holders and self.fingerprint not in holders.values():
             self._refuse(min(holders), holders[min(holders)])
 
-    def donor(self, ahead: Mapping[int, int], prints: Mapping[int, str]) -> int:
+    def donor(
+        self, ahead: Mapping[int, int], prints: Mapping[int, str], restorable: Mapping[int, int]
+    ) -> int:
         """The donor of a view (R5), if its members are the same in all but their state.
 
         Args:
           ahead: the step that each member holds, -1 for none.
           prints: each member's fingerprint.
+          restorable: the step that each would restore, should nobody have state: hosts have
+            memories of their own.
 
         Raises:
           WorkerDiffersError: this worker is not like the donor. In a view without state the donor
@@ -52,7 +56,7 @@ class Admission:
         if right is None:
             self._refuse_all(prints)
         same = [w for w in ahead if prints[w] == right]
-        donor = min(same, key=lambda w: (-ahead[w], w))
+        donor = min(same, key=lambda w: (-ahead[w], -restorable[w] if ahead[w] < 0 else 0, w))
         if self.fingerprint != right:
             self._refuse(donor, right)
         if others := sorted(set(ahead) - set(same)):

@@ -1,52 +1,45 @@
 """The agent: `ftrain run` on a host that is not the head. Starts and ends workers as it is told.
 
-One thread, one loop, like the supervisor's; it decides one thing only. When it has not heard from
-the head for `heartbeat_timeout_s`, or the connection ends, the head counts this host as lost. So
-every worker here is killed and reaped at once (rule R9), and only then does the agent call again,
-with nothing running. Does the head not answer for `start_timeout_s`, the attempt is over: exit 75.
+One thread, one loop, like the supervisor's. When it has not heard from the head for
+`heartbeat_timeout_s`, or the connection ends, the head counts this host as lost. So every worker
+here is killed and reaped at once (rule R9), and only then does the agent call again, with nothing
+running. If the head is lost, the lowest rank becomes the head in its place (`succession`) and this
+one calls that. Does nobody answer for `start_timeout_s`, the attempt is over: exit 75.
 """
 
 from __future__ import annotations
 
-import collections
-import contextlib
-import functools
 import os
 import secrets
 import socket
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
-from ftrain.addresses import dial_addresses, local_address_towards
-from ftrain.beat import COLLECTIVES, Beat
+from ftrain.addresses import local_address_towards
+from ftrain.caller import Caller
 from ftrain.config import Config
+from ftrain.crew import Crew
 from ftrain.ears import Ears
 from ftrain.endpoint import Endpoint
-from ftrain.errors import EXIT_REFUSED, EXIT_TRY_AGAIN, AddressError
+from ftrain.errors import EXIT_REFUSED, EXIT_TRY_AGAIN
+from ftrain.head_line import HeadLine
+from ftrain.headship import Headship
 from ftrain.hosts import ids_of
-from ftrain.local_host import Heard, LocalHost
+from ftrain.lease import OVER
+from ftrain.local_host import LocalHost
 from ftrain.meeting_point import use_interface
-from ftrain.memory_tier import fallback_folder
+from ftrain.memory_tier import Part, fallback_folder, memory_folder, remove_all
 from ftrain.placement import Placement
-from ftrain.processes import Child, Exit, adopt_orphans, launch
+from ftrain.processes import Child, adopt_orphans, launch
 from ftrain.run_lock import RunLock
 from ftrain.screen import Screen
-from ftrain.slots import tells
+from ftrain.succession import Succession
 from ftrain.verdict import Verdict
-from ftrain.wire import VERSION, Message, Wire, WireError, call_head
+from ftrain.wire import VERSION, Message, Wire
 from ftrain.worker_logs import Logs
 
 TICK_S = 0.1
-BEAT_EVERY_S = 0.5
-CALL_EVERY_S = 1.0
-CALL_TIMEOUT_S = 3.0
-REFUSED_FOR_S = 10.0  # a token that is not the head's for so long will not become it
-BACKLOG_BYTES = 4 << 20  # that the head may be behind before workers are made to wait
-JOURNAL = 20_000  # records that the head may not have; some 10 MB
-IN_COLLECTIVE_S = 2.0  # before the connections of a worker are of interest to the head
-LINE_CHARACTERS = 100_000
 UNDERTAKER_S = 2.0  # for it to end by itself
 
 
@@ -61,6 +54,8 @@ class Agent:
       token: gives the run's token, or None while there is none.
       lock: this host's, which the undertaker inherits.
       screen: this host's.
+      succession: who is head.
+      follow: tries to become the head, follow(generation, own address).
     """
 
     def __init__(
@@ -73,70 +68,80 @@ class Agent:
         token: Callable[[], bytes | None],
         lock: RunLock,
         screen: Screen,
+        succession: Succession,
+        follow: Callable[[int, str], Headship | None],
     ):
         self._config, self._base, self._platform = config, base, platform
         self._place, self._token, self._lock, self._screen = placement, token, lock, screen
-        self._head = Endpoint(placement.coordinator_host, placement.coordinator_port)
+        self._succession, self._follow = succession, follow
         self._name, self._id = socket.gethostname(), secrets.token_hex(8)
         self._ears = Ears()
         self._logs = Logs(config.run_dir, supervisor=f"host-{placement.node_rank}")
+        self._caller: Caller | None = None
         self._local: LocalHost | None = None
         self._undertaker: Child | None = None
-        self._wire: Wire | None = None
         self._told_able = False
-        self._head_is_deaf = False  # it takes nothing in; lost at the next tick
-        self._beat_at = self._call_at = float("-inf")
-        self._alone_since = time.monotonic()
-        self._refused_since: float | None = None
-        self._why_alone = "it was not called yet"
-        self._children: dict[int, tuple[Child, Beat]] = {}  # by the head's number
-        self._due: dict[int, Message] = {}  # to be started when the template is there
-        self._journal: collections.deque[tuple[int, int, str]] = collections.deque(maxlen=JOURNAL)
-        self._seq = 0
+        self._line = HeadLine(
+            self._ears, config.cluster.heartbeat_timeout_s, self._take, self._on_head_lost
+        )
+        self._crew: Crew | None = None
+        self._generation = 0  # of the head that was obeyed last
         self._signals: list[str] = []
         self._verdict: Verdict | None = None
+        self._headship: Headship | None = None
 
-    def run(self) -> int:
-        """Runs to the end and returns the exit code: the head's."""
+    def run(self) -> Verdict | Headship:
+        """Runs to the end; returns the head's verdict, or that this host is the head from now."""
         adopt_orphans()
         self._open()
         with self._ears.signals(self._on_signal):
-            while self._verdict is None:
-                if self._wire is None:
-                    self._call()
+            while self._verdict is None and self._headship is None:
+                if not self._line.is_open:
+                    self._call(time.monotonic())
                 self._ears.wait(TICK_S)
                 self._tick(time.monotonic())
             self._shut_down()
+        if self._headship is not None:
+            return self._headship
         code, reason = self._verdict
         self._screen.line(f"host {self._place.node_rank}: exit {code}: {reason}")
-        return code
+        return self._verdict
 
     def _open(self) -> None:
         """This host's own address is the one on the way to the head."""
-        patience_s = self._place.patience_s(self._config.cluster.start_timeout_s)
-        self._addresses = dial_addresses(self._head, patience_s=patience_s)
-        own, _ = local_address_towards(self._addresses[0].host)
-        use_interface(own, os.environ)
-        workers = ids_of(self._place.node_rank, self._place.nodes, self._config.cluster.workers)
+        place, config = self._place, self._config
+        give_up_s = config.cluster.start_timeout_s
+        self._succession.look(time.monotonic())
+        self._caller = Caller(
+            Endpoint(place.coordinator_host, place.coordinator_port),
+            patience_s=place.patience_s(give_up_s),
+            give_up_s=give_up_s,
+            token=self._token,
+            run_dir=config.run_dir,
+            instead=self._succession.address(),
+        )
+        self._own, _ = local_address_towards(self._caller.addresses[0].host)
+        use_interface(self._own, os.environ)
+        workers = ids_of(place.node_rank, place.nodes, config.cluster.workers)
         argv = [sys.executable, "-m", "ftrain.undertaker", "{control}"]
         env = dict(os.environ)
         self._undertaker = Child(lambda ends: launch(argv, env, ends, [self._lock.fileno()]))
         self._local = LocalHost(
-            self._config,
+            config,
             base=self._base,
             platform=self._platform,
-            address=own,
-            first_worker=min(workers, default=0),
-            # The head's saver writes them to disk: they must be where it can read them.
-            memory=[str(fallback_folder(self._config.run_dir))],
+            address=self._own,
+            workers=workers,
+            memory=[str(fallback_folder(config.run_dir))],
             ears=self._ears,
             logs=self._logs,
             tell_groups=self._undertaker.send,
         )
         self._local.open()
+        self._crew = Crew(self._local, self._line.tell)
         self._screen.line(
-            f"host {self._place.node_rank} of {self._place.nodes}: workers "
-            f"{' '.join(map(str, workers))}; the head is {self._head}"
+            f"host {place.node_rank} of {place.nodes}: workers "
+            f"{' '.join(map(str, workers))}; the head is {self._caller.head}"
         )
 
     def _end(self, code: int, reason: str) -> None:
@@ -145,52 +150,43 @@ class Agent:
 
     # The head.
 
-    def _call(self) -> None:
-        """Calls the head, about once a second, until it answers or time is up."""
-        now = time.monotonic()
-        if now - self._alone_since > self._config.cluster.start_timeout_s:
-            self._end(
-                EXIT_TRY_AGAIN,
-                f"the head, {self._head}, was not reached for start_timeout_s="
-                f"{self._config.cluster.start_timeout_s:g}: {self._why_alone}",
-            )
-        if now < self._call_at or self._verdict is not None:
-            return
-        self._call_at = now + CALL_EVERY_S
-        token = self._token()
-        if token is None:
-            self._why_alone = (
-                f"no token in {self._config.run_dir}, where the head writes it; share the folder, "
-                "or give FTRAIN_TOKEN or --token-file on every host"
-            )
-            return
-        for address in self._addresses:
-            try:
-                self._greet(call_head(tuple(address), token, CALL_TIMEOUT_S))
-                return
-            except OSError as error:
-                self._refused_since = None
-                self._why_alone = f"{address}: {error.strerror or error}"
-            except WireError as error:
-                self._why_alone = f"{address}: {error}"
-                self._give_up_if_refused(now)
-        with contextlib.suppress(AddressError):  # another pod of its name has another address
-            self._addresses = dial_addresses(self._head, patience_s=0)
+    def _call(self, now: float) -> None:
+        """Calls the head until it answers, time is up, or this host is to follow it."""
+        if self._succession.look(now):
+            self._caller.call_at(self._succession.address())
+        if (end := self._succession.verdict()) is not None:
+            if end.state == OVER:
+                self._end(end.exit_code, end.reason)
+            else:
+                self._end(EXIT_TRY_AGAIN, "the head was lost as it was about to stop")
+        elif (verdict := self._caller.given_up(now)) is not None:
+            self._end(*verdict)
+        elif (generation := self._succession.due(now)) is not None:
+            self._take_over(generation, now)
+        if self._verdict is None and self._headship is None:
+            wire = self._caller.call(now)
+            if wire is not None:
+                self._greet(wire)
 
-    def _give_up_if_refused(self, now: float) -> None:
-        self._refused_since = self._refused_since or now
-        if now - self._refused_since > REFUSED_FOR_S:
-            self._end(
-                EXIT_REFUSED,
-                f"{self._why_alone}; give the same FTRAIN_TOKEN or --token-file on every host",
-            )
+    def _take_over(self, generation: int, now: float) -> None:
+        before, silent_s = self._succession.seen, self._succession.silent_s(now)
+        headship = self._follow(generation, self._own)
+        if headship is None:
+            self._succession.lost_race(generation, now)
+            return
+        headship.after, headship.silent_s = before, silent_s
+        headship.commits = self._crew.last_commits()
+        self._headship = headship
+        was = before.claim
+        self._screen.line(
+            f"host {self._place.node_rank}: this host is the head now; host {was.rank} "
+            f"({was.name}) has not been heard of for {silent_s:.1f} s"
+        )
 
     def _greet(self, wire: Wire) -> None:
-        self._wire, self._refused_since, self._head_is_deaf = wire, None, False
         self._told_able = False
-        self._ears.watch(wire, self._hear)
-        wire.send(
-            "hello",
+        self._line.open(
+            wire,
             version=VERSION,
             rank=self._place.node_rank,
             nodes=self._place.nodes,
@@ -198,197 +194,124 @@ class Agent:
             platform=self._platform,
             name=self._name,
             agent=self._id,
+            generation=self._succession.generation,
         )
-
-    def _hear(self) -> None:
-        wire = self._wire
-        try:
-            for message in wire.take():
-                self._take(message)
-                if self._wire is not wire:
-                    return
-        except WireError as error:
-            self._lose_head(str(error))
 
     def _take(self, message: Message) -> None:
         match message:
             case {"kind": "welcome", "taken": taken}:
-                self._on_welcome(taken)
+                self._on_welcome(taken, message)
             case {"kind": "refused", "reason": reason, "again": again}:
                 self._on_refused(reason, again)
             case {"kind": "ping", "t": t, "taken": taken}:
-                self._forget_records(taken)
-                self._tell("pong", t=t, clock=time.time())
-            case {"kind": "start", "child": number}:
-                self._due[number] = message
-            case {"kind": "kill", "child": number} if number in self._due:
-                del self._due[number]
-                self._tell("ended", child=number, exit=[None, "SIGKILL"])
-            case {"kind": "kill" | "control" | "signal", "child": number}:
-                if number in self._children:
-                    self._pass_on(self._children[number][0], message)
+                self._crew.journal.forget(taken)
+                self._succession.take_hosts(message.get("hosts", ()))
+                self._line.tell("pong", t=t, clock=time.time())
+            case {"kind": "start" | "kill" | "control" | "signal"}:
+                self._crew.take(message)
             case {"kind": "verdict", "code": code, "reason": reason}:
+                if message.get("durable"):
+                    memory, part = self._config.checkpoint.memory_folder, self._part()
+                    remove_all(self._config.run_dir, memory, part)
                 self._end(code, reason)
 
-    @staticmethod
-    def _pass_on(child: Child, message: Message) -> None:
-        match message:
-            case {"kind": "kill"}:
-                child.kill()
-            case {"kind": "control", "line": line}:
-                child.send(line)
-            case {"kind": "signal", "number": number}:
-                child.signal(number)
-
-    def _on_welcome(self, taken: int) -> None:
-        self._screen.line(f"host {self._place.node_rank}: the head is there")
-        self._forget_records(taken)
-        for seq, number, line in list(self._journal):
-            self._tell("record", seq=seq, child=number, line=line)
+    def _on_welcome(self, taken: int, about: Message) -> None:
+        now, generation = time.monotonic(), about.get("generation", 0)
+        if not self._succession.obey(generation, about.get("holder", ""), now):
+            self._line.end(f"it is the head of generation {generation}, and there is a newer one")
+            return
+        again, self._generation = generation == self._generation, generation
+        rank = about.get("rank", 0)
+        where = f" now: host {rank}, at {self._caller.head}" if rank else ""
+        self._screen.line(f"host {self._place.node_rank}: the head is there{where}")
+        if not self._succession.shared:
+            self._screen.line(
+                f"host {self._place.node_rank}: {self._config.run_dir} is not shared with the "
+                "head: if that is lost, no other host takes over"
+            )
+        self._keep_snapshots()
+        if again:
+            self._crew.journal.forget(taken)
+            self._crew.tell_journal()
+        else:
+            self._crew.journal.clear()
         for i, name in enumerate(self._signals):
-            self._tell("stop", signal=name, again=i > 0)
+            self._line.tell("stop", signal=name, again=i > 0)
+
+    def _part(self) -> Part | None:
+        shared = self._succession.shared
+        return Part(self._place.node_rank, self._generation) if shared else None
+
+    def _keep_snapshots(self) -> None:
+        """In this host's memory, for when the head is lost. Its saver reads the shared folder."""
+        run_dir, part = self._config.run_dir, self._part()
+        handover = str(fallback_folder(run_dir, part))
+        memory = [handover]
+        if part is not None:
+            setting = self._config.checkpoint.memory_folder
+            memory.insert(0, str(memory_folder(run_dir, setting, part)))
+        self._local.keep_snapshots(memory, handover)
 
     def _on_refused(self, reason: str, again: bool) -> None:
         """The head does not want this host; if it may change its mind, it is asked again."""
-        self._why_alone = reason
+        self._caller.why = reason
         if not again:
             self._end(EXIT_REFUSED, reason)
-        self._ears.forget(self._wire)
-        self._wire.close()
-        self._wire = None
+        self._line.close()
 
-    def _tell(self, kind: str, **fields: Any) -> None:
-        """Says something to the head. If it is far behind, this host waits, and so its workers."""
-        if self._wire is None or self._head_is_deaf:
-            return
-        self._wire.send(kind, **fields)
-        if self._wire.backlog > BACKLOG_BYTES:
-            self._wire.flush_within(self._config.cluster.heartbeat_timeout_s, BACKLOG_BYTES // 2)
-            self._head_is_deaf = self._wire.backlog > BACKLOG_BYTES
-
-    def _lose_head(self, reason: str) -> None:
+    def _on_head_lost(self, reason: str) -> None:
         """The head counts this host as lost: nothing of it may live when it calls again (R9)."""
-        self._ears.forget(self._wire)
-        self._wire.close()
-        self._wire = None
-        self._alone_since, self._why_alone = time.monotonic(), reason
+        self._caller.lost(reason)
         self._logs.supervisor(f"lost the head: {reason}")
-        had = len(self._children)
-        self._due.clear()
-        self._local.end_all()
+        had = len(self._crew)
+        self._crew.end_all()
         self._local.kill_strays({self._undertaker.pid})
         if self._verdict is None:
             self._screen.line(
                 f"host {self._place.node_rank}: lost the head ({reason}); ended {had} workers, "
                 "calling again"
             )
+        if self._signals:
+            self._end(EXIT_TRY_AGAIN, f"{self._signals[0]}, and the head is lost: {reason}")
 
     # Signals: the head stops the run in order, on all hosts.
 
     def _on_signal(self, name: str) -> None:
         self._signals.append(name)
-        if self._wire is None:
-            self._end(EXIT_TRY_AGAIN, f"{name}, and the head is not there: {self._why_alone}")
-        self._tell("stop", signal=name, again=len(self._signals) > 1)
-
-    # Workers.
-
-    def _start_due(self) -> None:
-        while self._due and self._local.can_start():
-            number = next(iter(self._due))
-            order = self._due.pop(number)
-            heard = Heard(
-                started=lambda pid, number=number: self._tell("started", child=number, pid=pid),
-                line=functools.partial(self._on_line, number),
-                ended=functools.partial(self._on_ended, number),
-            )
-            self._children[number] = self._local.start(
-                order["worker"], order["incarnation"], order["address"], heard
-            )
+        if not self._line.is_open:
+            self._end(EXIT_TRY_AGAIN, f"{name}, and the head is not there: {self._caller.why}")
+        self._line.tell("stop", signal=name, again=len(self._signals) > 1)
 
     def _tell_able(self) -> None:
         """Until the template is there the head starts nobody: its clock for a start would run."""
         able = not self._local.template.pending
         if able != self._told_able:
             self._told_able = able
-            self._tell("able", able=able)
-
-    def _on_line(self, number: int, pipe: str, line: str) -> None:
-        if pipe == "records":
-            self._seq += 1
-            self._journal.append((self._seq, number, line))
-            self._tell("record", seq=self._seq, child=number, line=line)
-        elif pipe == "stdout" or tells(line):
-            # For the screen; this host's log has it whole.
-            self._tell("line", child=number, pipe=pipe, line=line[:LINE_CHARACTERS])
-
-    def _forget_records(self, taken: int) -> None:
-        while self._journal and self._journal[0][0] <= taken:
-            self._journal.popleft()
-
-    def _on_ended(self, number: int, ended: Exit, _: str) -> None:
-        _, beat = self._children.pop(number)
-        self._tell("beats", beats=[[number, _beat_fields(beat, time.monotonic())]])
-        self._tell_stacks(number, beat)
-        beat.close()
-        self._tell("ended", child=number, exit=[ended.exit_code, ended.signal])
+            self._line.tell("able", able=able)
 
     # The clock.
 
     def _tick(self, now: float) -> None:
         self._local.tick({self._undertaker.pid})
-        if self._wire is None:
+        self._line.tick(now)
+        if self._line.is_open and self._succession.look(now):
+            self._line.end(f"host {self._succession.seen.claim.rank} is the head now")
+            self._caller.call_at(self._succession.address())
+        if not self._line.is_open:
             return
-        patience_s = self._config.cluster.heartbeat_timeout_s
-        if now > self._wire.heard_at + patience_s:
-            self._hear()  # this process may have been stopped itself, with all of it waiting
-        if self._wire is not None and now > self._wire.heard_at + patience_s:
-            self._lose_head(f"no word for {now - self._wire.heard_at:.1f} s")
-        elif self._head_is_deaf and self._wire is not None:
-            self._lose_head("it takes nothing in")
-        if self._wire is None:
-            return
-        self._wire.flush()
         self._tell_able()
-        self._start_due()
-        for number, (_, beat) in self._children.items():
-            self._tell_stacks(number, beat)
-        if now >= self._beat_at + BEAT_EVERY_S:
-            self._beat_at = now
-            self._tell("beats", beats=[[n, self._beat_of(n, now)] for n in self._children])
-
-    def _beat_of(self, number: int, now: float) -> dict[str, Any]:
-        """A worker's reading, and what else the head's watchdog may want to know of it."""
-        child, beat = self._children[number]
-        fields = _beat_fields(beat, now)
-        _, _, phase, age_s = fields["reading"]
-        if phase in COLLECTIVES and age_s > IN_COLLECTIVE_S:
-            fields["sockets"] = [list(s) for s in child.sockets()]
-        return {**fields, "stopped": child.is_stopped()}
-
-    def _tell_stacks(self, number: int, beat: Beat) -> None:
-        stacks = beat.new_stacks()
-        if stacks:
-            self._tell("stacks", child=number, text=stacks)
+        self._crew.start_due()
+        self._crew.tick(now)
 
     # The end.
 
     def _shut_down(self) -> None:
         """Nothing is left running when this returns."""
-        self._due.clear()
-        self._local.end_all()
-        if self._wire is not None:
-            self._ears.forget(self._wire)
-            self._wire.flush_within(1.0)
-            self._wire.close()
+        self._crew.end_all()
+        self._line.close(flush_s=1.0)
         self._local.close()
         self._undertaker.close_control()
         self._undertaker.wait(UNDERTAKER_S)
         self._undertaker.reap(kill=True)
         self._local.kill_strays(set())
         self._logs.close()
-
-
-def _beat_fields(beat: Beat, now: float) -> dict[str, Any]:
-    round_, step, phase, since = beat.read()
-    return {"reading": [round_, step, phase, now - since]}

@@ -17,7 +17,7 @@ from ftrain.user_code import load_trainer, user_traceback
 def check(config: Config, base: str) -> str:
     """What `ftrain check` prints: the resolved config, and what it makes of the trainer."""
     trainer = load_trainer(config.trainer, base, config.trainer_args, config)
-    from ftrain.preparing import open_data, trace
+    from ftrain.preparing import check_at_once, open_data, trace
     from ftrain.state import host_bytes
     from ftrain.target import target_of
 
@@ -26,6 +26,7 @@ def check(config: Config, base: str) -> str:
         trainer, config, source, eval_source, lambda lowered: lowered.compile()
     )
     programs.lower()
+    check_at_once(config, programs)
     target = target_of(config, source.length)
     last = target.batch((target.steps - 1) * config.batch_size)
     params, _, _ = spec.split(spec.leaves)
@@ -40,6 +41,7 @@ def check(config: Config, base: str) -> str:
         ("metrics", ", ".join(["loss", *programs.metric_names])),
         ("evaluation", ", ".join(evaluation.names) if evaluation else "none"),
         ("shards a worker", str(most) if most == least else f"{least} to {most}"),
+        ("shards at once", str(programs.at_once)),
         ("samples a shard", str(config.batch_size // config.batch_shards)),
         ("steps an epoch", f"{source.length / config.batch_size:.1f}"),
         ("steps", f"{target.steps:,}"),

@@ -63,13 +63,19 @@ def meta_of(
     }
 
 
-def write_checkpoint(path: Path, meta: dict[str, Any], arrays: Sequence[np.ndarray]) -> None:
+def write_checkpoint(
+    path: Path,
+    meta: dict[str, Any],
+    arrays: Sequence[np.ndarray],
+    staging: Path | None = None,
+) -> None:
     """Writes one checkpoint, or replaces it; durable when this returns.
 
     Args:
       path: `checkpoints/<step>`.
       meta: as `meta_of` gives it.
       arrays: the leaves, as `state.to_host` gives them.
+      staging: the folder in which it is written, if not beside it (see `lease`).
 
     Raises:
       OSError: it could not be written; what was there before is there still.
@@ -78,7 +84,7 @@ def write_checkpoint(path: Path, meta: dict[str, Any], arrays: Sequence[np.ndarr
 
     tree = _stored(arrays)
     tree["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
-    part, old = (path.with_name(path.name + suffix) for suffix in (PART, OLD))
+    part, old = ((staging or path.parent) / (path.name + suffix) for suffix in (PART, OLD))
     for left in (part, old):
         shutil.rmtree(left, ignore_errors=True)
     checkpointer().save(part, args=ocp.args.PyTreeSave(tree))

@@ -33,7 +33,7 @@ from ftrain.user_code import find_base
 from ftrain.versions import check_versions
 
 if TYPE_CHECKING:
-    from ftrain.meeting_point import MeetingPoint
+    from ftrain.headship import Headship
 
 Option = tuple[str, dict[str, Any]]
 JSON: Option = ("--json", {"action": "store_true", "help": "as JSON, for programs"})
@@ -158,18 +158,18 @@ def _workers_here(config: Config, placement: Placement | None) -> int | None:
 def _run_hosts(
     config: Config, base: str, platform: str, placement: Placement, token_file: str | None
 ) -> int:
-    from ftrain.run_hosts import run_agent, run_head
+    from ftrain.run_hosts import HostRun
 
-    if placement.node_rank:
-        return run_agent(config, base, platform, placement, token_file)
     run = functools.partial(_run, config, base, platform)
-    return run_head(config, placement, token_file, run)
+    return HostRun(config, base, platform, placement, token_file, run).run()
 
 
-def _run(config: Config, base: str, platform: str, meeting: MeetingPoint | None = None) -> int:
+def _run(config: Config, base: str, platform: str, headship: Headship | None = None) -> int:
     from ftrain.events import EventLog
+    from ftrain.headship import single_host
+    from ftrain.recorder import write_late
     from ftrain.retention import Place
-    from ftrain.run_lock import RunLock
+    from ftrain.run_hosts import with_own_folders
     from ftrain.screen import Screen
     from ftrain.sinks import Sinks
     from ftrain.supervisor import Supervisor
@@ -178,7 +178,7 @@ def _run(config: Config, base: str, platform: str, meeting: MeetingPoint | None 
         find_source(config.init_from.path)
     try:
         os.makedirs(config.run_dir, exist_ok=True)
-        lock = RunLock(config.run_dir)
+        headship = headship or single_host(config.run_dir, config.cluster.heartbeat_timeout_s)
         Place.of(config.run_dir)
     except OSError as error:
         raise ConfigError(
@@ -193,21 +193,25 @@ def _run(config: Config, base: str, platform: str, meeting: MeetingPoint | None 
         )
         return EXIT_OK
     sinks = Sinks(config, base)
-    _write_down(config)
-    log = EventLog(config.run_dir)
-    log("run_started", config=config.model_dump(), changed=changed)
+    with headship.fenced() as staging:
+        _write_down(config, staging)
+        late = write_late(config.run_dir, staging, headship.commits) if headship.commits else []
+        log = EventLog(config.run_dir, staging)
+        log("run_started", config=config.model_dump(), changed=changed, **headship.generation())
+        if headship.after is not None:
+            log("head_taken_over", **headship.taken_over(), steps=late)
     screen = Screen()
     try:
         return Supervisor(
             config,
             base=base,
             platform=platform,
-            lock=lock,
+            headship=headship,
             log=log,
             screen=screen,
             continues=continues,
             sinks=sinks,
-            meeting=meeting,
+            own_config=with_own_folders(config, headship.rank),
         ).run()
     finally:
         screen.close()
@@ -244,10 +248,10 @@ def _continue(config: Config) -> tuple[bool, dict[str, list]]:
     return False, {}
 
 
-def _write_down(config: Config) -> None:
+def _write_down(config: Config, staging: str | None) -> None:
     """The resolved config, for who continues the run."""
     path = os.path.join(config.run_dir, "config.yaml")
-    part = path + ".part"
+    part = os.path.join(staging or config.run_dir, "config.yaml.part")
     with open(part, "w", encoding="utf-8") as file:
         file.write(config.to_yaml())
     os.replace(part, path)
@@ -282,13 +286,13 @@ def _is_enough(started: dict, finished: dict, config: Config) -> bool:
 
 def _has_state(config: Config) -> bool:
     """Whether the run is to be continued: then `init_from` is not read again."""
-    from ftrain.memory_tier import memory_folders, snapshots_in
+    from ftrain.memory_tier import has_snapshots
     from ftrain.retention import checkpoint_folder, steps_in
 
     if not os.path.isdir(config.run_dir):
         return False
-    folders = memory_folders(config.run_dir, config.checkpoint.memory_folder)
-    return bool(steps_in(checkpoint_folder(config.run_dir))) or any(map(snapshots_in, folders))
+    on_disk = bool(steps_in(checkpoint_folder(config.run_dir)))
+    return on_disk or has_snapshots(config.run_dir, config.checkpoint.memory_folder)
 
 
 def _check(config: Config, base: str, platform: str) -> int:

@@ -66,6 +66,7 @@ OnSaveError = Annotated[Literal["continue", "stop"], Field(description="continue
 Platform = Annotated[Literal["auto", "cpu", "gpu"], Field(description="auto, cpu or gpu")]
 Dtype = Annotated[Literal["float32", "param"], Field(description="float32 or param")]
 Reaction = Annotated[Literal["stop", "skip", "ignore"], Field(description="stop, skip or ignore")]
+Commit = Annotated[Literal["ahead", "lean"], Field(description="ahead or lean")]
 Reduction = Annotated[Literal["fast", "reproducible"], Field(description="fast or reproducible")]
 ClassName = Annotated[
     str, Field(pattern=_TRAINER, description="path.py:Class or package.module:Class")
@@ -174,11 +175,16 @@ class Config(Section):
     seed: Seed = 0  # decides initialisation, sample order and the trainer's randomness
     batch_size: Count32  # samples a step over all workers, however many live; larger: slower steps
     batch_shards: Count = 1  # equal parts of a batch (default: see _with_shards); larger: slower
+    shards_at_once: Multiple = None  # by one program; null: as many as a worker has while all live;
+    # fewer: less memory, like gradient accumulation. 1: each by itself, as reproducible needs it
     reduction: Reduction = "fast"  # reproducible: the same bits whoever lives; more traffic, slower
     reduce_dtype: Dtype = "float32"  # of gradient sums; param: their own, less traffic, less exact
     on_nonfinite: Reaction = "stop"  # a nan or infinite loss, gradient or update: stop; skip the
     # step, at most 100 in a row; ignore: commit whatever comes, over good checkpoints too, for a
     # trainer that handles such gradients itself (optax.apply_if_finite, dynamic loss scaling)
+    commit: Commit = (
+        "ahead"  # lean: no second state beside the gradients' sums, less memory; slower
+    )
     init_from: InitFrom = Field(InitFrom(), description="a path, or a section with path")
     data: Data = Data()
     eval: Eval = Eval()
@@ -309,6 +315,8 @@ def _validate(document: Document) -> Config | None:
         "cluster": Cluster().model_dump(),
         "profile": Profile().model_dump(),
         "init_from": {"path": None},
+        "reduction": "fast",
+        "on_nonfinite": "stop",
     }
     values = _leaves(defaults) | _leaves(_with_path(_with_shards(document.values)))
     usable = {key: value for key, value in values.items() if not _within(key, bad)}
@@ -387,6 +395,7 @@ def _broken_rules(values: Mapping[Path, Any]) -> Iterator[tuple[list[Path], str]
     keys = [("batch_size",), ("batch_shards",), ("cluster", "workers"), ("cluster", "min_workers")]
     size, shards, workers, least = map(values.get, keys)
     yield from _broken_length(values)
+    yield from _broken_at_once(values)
     yield from _broken_init_from(values)
     yield from _broken_profile(values)
     if workers and least and least > workers:
@@ -405,6 +414,19 @@ def _broken_rules(values: Mapping[Path, Any]) -> Iterator[tuple[list[Path], str]
     else:
         why = f"batch_shards={shards} is less than cluster.workers={workers}"
         yield keys[:3], f"{why}; {advice}, or fewer workers"
+
+
+def _broken_at_once(values: Mapping[Path, Any]) -> Iterator[tuple[list[Path], str]]:
+    keys: list[Path] = [("shards_at_once",), ("reduction",), ("on_nonfinite",)]
+    count, reduction, reaction = map(values.get, keys)
+    if (count or 1) == 1:
+        return
+    if reduction == "reproducible":
+        why = "reduction=reproducible computes each shard by itself"
+        yield keys[:2], f"{why}, not {count} at once; leave shards_at_once out"
+    if reaction == "ignore":
+        why = "on_nonfinite=ignore does not judge sums, which several shards at once need"
+        yield [keys[0], keys[2]], f"{why}; leave shards_at_once out"
 
 
 def _broken_profile(values: Mapping[Path, Any]) -> Iterator[tuple[list[Path], str]]:

@@ -84,35 +84,71 @@ class Contribution:
             return value, (value, metrics, weight, new)
 
         grads, (value, metrics, weight, new) = jax.grad(loss, has_aux=True)(params)
-
-        def weighted(x: jax.Array, slot: Any) -> jax.Array:
-            # A shard without weight may have 0/0 as its mean: it must not spoil the others' sum.
-            x = x.astype(self.layout.dtypes[slot.group])
-            return jnp.where(weight > 0, x * weight.astype(x.dtype), jnp.zeros_like(x))
-
-        scalars = jnp.stack(
-            [
-                jnp.asarray(x, jnp.float32).reshape(())
-                for x in (value, *(metrics[name] for name in self.metric_names))
-            ]
-        )
-        placed = [(s, weighted(g, s)) for s, g in zip(self.grad_slots, grads, strict=True)]
-        placed += [
-            (
-                slot,
-                weighted(new[i], slot)
-                if is_mean(self._model[i])
-                else jnp.where(shard == 0, to_words(new[i]), 0),
-            )
-            for i, slot in self.model_slots.items()
+        weighted = [
+            _weighted(g, weight, self._dtype(s))
+            for s, g in zip(self.grad_slots, grads, strict=True)
         ]
-        placed += [
-            (self.scalars, jnp.append(weighted(scalars, self.scalars), weight)),
-            (self.stop, jnp.float32(0)),
-        ]
+        others = self._others(model, shard, value, metrics, weight, new, grads)
+        return self._add(buffers, weighted, others)
+
+    def several(
+        self, params: list, model: list, batches: list, step: Any, shards: Any, buffers: Buffers
+    ) -> Buffers:
+        """Adds several shards at once: up to rounding what `shard` adds for each. Traced.
+
+        Their gradient is one, of the weighted sum of their losses; no buffer is filled for each. So
+        it is not seen whose gradient is not finite, and a shard without weight whose mean is 0/0
+        spoils the sum: whoever finds such sums takes them again, shard by shard.
+
+        `batches` is as `shard`'s batch, each leaf with an axis of shards in front; `shards` their
+        numbers, int32[shards].
+        """
+
+        def one(params: list, batch: list, shard: Any) -> tuple[Any, list]:
+            value, metrics, weight, new = self._loss(params, model, batch, step, shard)
+            others = self._others(model, shard, value, metrics, weight, new, [])
+            return _weighted(value, weight, jnp.float32), others
+
+        def loss(params: list) -> tuple[Any, list]:
+            values, others = jax.vmap(one, (None, 0, 0))(params, batches, shards)
+            return values.sum(), [each.sum(0) for each in others]
+
+        grads, others = jax.grad(loss, has_aux=True)(params)
+        return self._add(buffers, grads, others)
+
+    def _others(
+        self,
+        model: list,
+        shard: Any,
+        value: Any,
+        metrics: dict,
+        weight: Any,
+        new: list,
+        grads: list,
+    ) -> list[jax.Array]:
+        """What a shard contributes beside its gradient, in the order of `_add`. Traced."""
+        scalars = [value, *(metrics[name] for name in self.metric_names)]
+        scalars = jnp.stack([jnp.asarray(x, jnp.float32).reshape(()) for x in scalars])
         flag = self._flag(value, weight, grads, model, new) if self.judged_shards else 0
-        placed.append((self.flags, jnp.where(jnp.arange(self.judged_shards) == shard, flag, 0)))
-        return [b + p for b, p in zip(buffers, self.layout.pack(placed), strict=True)]
+        return [
+            *(
+                _weighted(new[i], weight, self._dtype(slot))
+                if is_mean(self._model[i])
+                else jnp.where(shard == 0, to_words(new[i]), 0)
+                for i, slot in self.model_slots.items()
+            ),
+            jnp.append(_weighted(scalars, weight, jnp.float32), weight),
+            jnp.float32(0),
+            jnp.where(jnp.arange(self.judged_shards) == shard, flag, 0.0),
+        ]
+
+    def _add(self, buffers: Buffers, grads: list, others: list) -> Buffers:
+        slots = [*self.grad_slots, *self.model_slots.values(), self.scalars, self.stop, self.flags]
+        packed = self.layout.pack(list(zip(slots, [*grads, *others], strict=True)))
+        return [b + p for b, p in zip(buffers, packed, strict=True)]
+
+    def _dtype(self, slot: Slot) -> Any:
+        return self.layout.dtypes[slot.group]
 
     def _flag(self, value: Any, weight: Any, grads: list, model: list, new: list) -> jax.Array:
         """What of a shard is not finite. Traced; complex leaves are judged with the new state."""
@@ -127,6 +163,13 @@ class Contribution:
                 counts & became,
             ]
         )
+
+
+def _weighted(x: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:
+    """A shard's mean times its weight, as it travels. Traced."""
+    # A shard without weight may have 0/0 as its mean: it must not spoil the others' sum.
+    x = jnp.asarray(x).astype(dtype)
+    return jnp.where(weight > 0, x * weight.astype(dtype), jnp.zeros_like(x))
 
 
 def is_mean(leaf: Any) -> bool:

@@ -6,6 +6,8 @@ steps begin anew with the next.
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from ftrain.config import Config
     from ftrain.ears import Ears
     from ftrain.events import EventLog
-    from ftrain.meeting_point import MeetingPoint
+    from ftrain.headship import Headship
     from ftrain.slots import Slot
     from ftrain.story import Story
     from ftrain.worker_logs import Logs
@@ -36,7 +38,7 @@ class Coordination:
       config: the run's.
       platform: what workers compute on.
       slots: whose workers it fences.
-      meeting: where other hosts meet this one; None for a run on one host.
+      headship: where other hosts meet this one.
       lock_fd: held open by the coordinator too, so that a run's folder is free once it has ended.
       on_exit: called when it has died, with the step that was the newest as it was started.
     """
@@ -46,7 +48,7 @@ class Coordination:
         config: Config,
         platform: str,
         slots: Iterable[Slot],
-        meeting: MeetingPoint | None,
+        headship: Headship,
         lock_fd: int,
         *,
         ears: Ears,
@@ -56,7 +58,11 @@ class Coordination:
         on_exit: Callable[[int], None],
     ):
         self._config, self._platform, self._slots = config, platform, list(slots)
-        self._meeting, self._lock_fd = meeting, lock_fd
+        self._headship, self._lock_fd = headship, lock_fd
+        # What JAX has to know of workers that are away: from a head before, or once all were here.
+        self._topology = headship.topology() if headship.after else ""
+        # Whether workers can train with the next service although others have not been there.
+        self.knows_all = bool(self._topology) and os.path.exists(self._topology)
         self._ears, self._log, self._logs, self._story = ears, log, logs, story
         self._on_exit = on_exit
         self.child: Child | None = None
@@ -66,7 +72,8 @@ class Coordination:
 
     def start(self, env: Mapping[str, str], step: int) -> None:
         """Starts one, the newest committed step being `step`. Workers are due once it is ready."""
-        meeting = self._meeting
+        meeting, lease = self._headship.meeting, self._headship.lease
+        number = self.generation + (lease.claim.generation if lease else 0)
         argv = [
             sys.executable,
             "-m",
@@ -75,14 +82,23 @@ class Coordination:
             str(len(self._slots)),
             self._platform,
             str(self._config.cluster.heartbeat_timeout_s),
+            self._topology if self.knows_all else "",
             meeting.address if meeting else LOOPBACK,
-            *map(str, meeting.service_ports(self.generation) if meeting else [0]),
+            *map(str, meeting.service_ports(number) if meeting else [0]),
         ]
         child = self.child = Child(lambda ends: launch(argv, env, ends, [self._lock_fd]))
         self._began_at_step = step
         self._ears.hear(child, "stdout", self._on_line)
         self._ears.hear(child, "stderr", self._logs.coordinator)
         self._ears.watch(child.pidfd, self._on_child_exit)
+
+    def all_are_here(self) -> None:
+        """Every worker has told the service of its devices: the next one need not wait for all."""
+        lease = self._headship.lease
+        if lease is not None and self.child is not None:
+            self._topology, self.knows_all = self._headship.topology(), True
+            part = os.path.join(lease.staging, os.path.basename(self._topology))
+            self.child.send(f"keep {json.dumps([part, self._topology])}")
 
     def tell_groups(self, line: str) -> None:
         """Process groups to end should this supervisor die."""

@@ -3,6 +3,7 @@
 So worker 0 may die like any other. The supervisor launches it and speaks to it in lines:
 
     control fence <id>            the worker's process is dead and reaped: count its task as gone
+            keep [PART, PATH]     write down what JAX knows of all workers' devices, by renaming
             group <pgid> [-]      a process group to end should the supervisor die (-: forget it)
     stdout  ready <address>       once, when every task may come and go
             fenced <id>           the service has acknowledged
@@ -13,6 +14,7 @@ of, so that nothing that user code forked outlives the run, and then itself.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -27,11 +29,21 @@ from jaxlib import _jax
 from ftrain.undertaker import end_groups, ignore_signals, take_group
 
 TOPOLOGY = {"cpu": "cpu:global_topology/cpu", "gpu": "cuda:global_topology/cuda"}
+# What each worker says of its devices, and what worker 0 makes of it (jax 0.10.2 to 0.12.0.1).
+DEVICE_KEYS = {
+    "cpu": ("cpu:global_topology/", "cpu:local_topology/cpu/"),
+    "gpu": ("cuda:global_topology/", "cuda:local_topology/cuda/"),
+}
 TOPOLOGY_COPY = "ftrain/topology"
 
 
 class Coordinator:
-    """The service and the fences it executes."""
+    """The service and the fences it executes.
+
+    Args:
+      topology: a file that `keep_topology` wrote, "" without. Then a backend opens although other
+        workers are away, which without it would wait until each has been there once.
+    """
 
     def __init__(
         self,
@@ -40,11 +52,14 @@ class Coordinator:
         heartbeat_timeout_s: float,
         host: str = "127.0.0.1",
         ports: Sequence[int] = (0,),
+        topology: str = "",
     ):
         self._workers, self._platform = workers, platform
         self._heartbeat_timeout_s = max(1, int(heartbeat_timeout_s))
         self.address, self._service = self._serve(host, ports)
         self._clerk = self._open()  # our own task: for the store, and for releasing waiters
+        if topology:
+            self._use_topology(topology)
 
     def _serve(self, host: str, ports: Sequence[int]):
         """Starts the service on the first of `ports` that is free there; 0 is any.
@@ -118,6 +133,23 @@ class Coordinator:
         for client in clients:
             client.shutdown()
 
+    def keep_topology(self, part: str, path: str) -> None:
+        """Writes down what all workers have said of their devices, for the next service."""
+        listed = map(self._clerk.key_value_dir_get_bytes, DEVICE_KEYS[self._platform])
+        known = {key: base64.b64encode(value).decode() for rows in listed for key, value in rows}
+        with contextlib.suppress(OSError):  # as after a head's end: another is there
+            with open(part, "w", encoding="ascii") as file:
+                json.dump({"workers": self._workers, "platform": self._platform, **known}, file)
+            os.rename(part, path)
+
+    def _use_topology(self, path: str) -> None:
+        with open(path, encoding="ascii") as file:
+            known = json.load(file)
+        if (known.pop("workers"), known.pop("platform")) == (self._workers, self._platform):
+            known[TOPOLOGY_COPY] = known[TOPOLOGY[self._platform]]
+            for key, value in known.items():
+                self._clerk.key_value_set_bytes(key, base64.b64decode(value))
+
     def _release(self, worker: str, dead: int) -> None:
         """Lets go of those who wait for a dead incarnation where no liveness barrier tells them.
 
@@ -167,10 +199,10 @@ def _free_address(host: str, port: int) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """`python -m ftrain.coordinator CONTROL_FD WORKERS PLATFORM HEARTBEAT_S HOST PORT...`."""
+    """`-m ftrain.coordinator CONTROL_FD WORKERS PLATFORM HEARTBEAT_S TOPOLOGY HOST PORT...`."""
     ignore_signals()
-    ports = [int(port) for port in argv[5:]]
-    coordinator = Coordinator(int(argv[1]), argv[2], float(argv[3]), argv[4], ports)
+    ports = [int(port) for port in argv[6:]]
+    coordinator = Coordinator(int(argv[1]), argv[2], float(argv[3]), argv[5], ports, argv[4])
     sys.stdout.write(f"ready {coordinator.address}\n")
     sys.stdout.flush()
     groups: set[int] = set()
@@ -180,6 +212,8 @@ def main(argv: list[str]) -> None:
                 coordinator.fence(int(worker))
                 sys.stdout.write(f"fenced {worker}\n")
                 sys.stdout.flush()
+            case ["keep", *_]:
+                coordinator.keep_topology(*json.loads(line.removeprefix("keep ")))
             case words:
                 take_group(words, groups)
     end_groups(groups)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -198,6 +198,19 @@ def _checked_leaf(leaf: Any, path: str, where: str) -> np.ndarray:
     return np.zeros(array.shape[1:], jax.dtypes.canonicalize_dtype(array.dtype))
 
 
+class _Read(NamedTuple):
+    """One shard of those that a task of the thread reads together."""
+
+    future: concurrent.futures.Future[list[Batch]]
+    number: int
+
+    def batch(self) -> Batch:
+        return self.future.result()[self.number]
+
+    def is_there(self) -> bool:
+        return self.future.done() and self.future.exception() is None
+
+
 class ShardReader:
     """Reads the shards of a step in a background thread, and those of the next step ahead of it."""
 
@@ -217,8 +230,9 @@ class ShardReader:
         self._end = end  # the cursor at the end of the run; None: there is always a next batch
         self._batch_size, self._shard_size = batch_size, batch_size // batch_shards
         self._prefetch_steps = prefetch_steps
+        self._threads = threads
         self._pool = concurrent.futures.ThreadPoolExecutor(threads, "ftrain-data")
-        self._reads: dict[tuple[int, int], concurrent.futures.Future[Batch]] = {}
+        self._reads: dict[tuple[int, int], _Read] = {}
 
     def shards(self, cursor: int, shards: Iterable[int]) -> list[tuple[int, Batch | None]]:
         """The batches of `shards` of the step that starts at `cursor`; reads the next ahead.
@@ -231,21 +245,33 @@ class ShardReader:
         """
         shards = list(shards)
         for key in [key for key in self._reads if key[0] < cursor]:
-            self._reads.pop(key).cancel()
+            self._reads.pop(key).future.cancel()
         for step in range(1 + self._prefetch_steps):
-            for shard in shards:
-                self._read(cursor + step * self._batch_size, shard)
-        return [
-            (s, self._reads.pop((cursor, s)).result() if self._samples(cursor, s) else None)
-            for s in shards
-        ]
+            self._read(cursor + step * self._batch_size, shards)
+        reads = [self._reads.pop((cursor, s), None) for s in shards]
+        return [(s, read and read.batch()) for s, read in zip(shards, reads, strict=True)]
 
-    def _read(self, cursor: int, shard: int) -> None:
-        if (cursor, shard) not in self._reads and self._samples(cursor, shard):
-            self._reads[cursor, shard] = self._pool.submit(self._fetch, cursor, shard)
+    def has(self, cursor: int, shards: Iterable[int]) -> bool:
+        """Whether `shards` would give those at once, and without an error."""
+        keys = [(cursor, s) for s in shards if self._samples(cursor, s)]
+        return all(key in self._reads and self._reads[key].is_there() for key in keys)
 
-    def _fetch(self, cursor: int, shard: int) -> Batch:
-        return self._source.batch(self._indices(cursor, shard))
+    def _read(self, cursor: int, shards: Sequence[int]) -> None:
+        """Has those read that are not yet: all in one go, or in as many as there are threads.
+
+        A call of the data set, and a task for the thread, cost as much as many samples do.
+        """
+        missing = [s for s in shards if (cursor, s) not in self._reads and self._samples(cursor, s)]
+        for part in np.array_split(missing, min(self._threads, len(missing)) or 1):
+            future = self._pool.submit(self._fetch, cursor, part.tolist()) if part.size else None
+            for number, shard in enumerate(part.tolist()):
+                self._reads[cursor, shard] = _Read(future, number)
+
+    def _fetch(self, cursor: int, shards: list[int]) -> list[Batch]:
+        indices = [self._indices(cursor, shard) for shard in shards]
+        ends = np.cumsum([len(part) for part in indices])
+        leaves = self._source.batch(np.concatenate(indices))
+        return [list(cut) for cut in zip(*(np.split(x, ends[:-1]) for x in leaves), strict=True)]
 
     def _samples(self, cursor: int, shard: int) -> int:
         """The samples of a shard: none beyond the end of the run."""

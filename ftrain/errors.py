@@ -170,6 +170,10 @@ class DatasetError(FtrainError):
     """Raised when a data set or one of its samples cannot be used; names what and which."""
 
 
+class LeanUpdateError(FtrainError):
+    """Raised where `commit: lean` and an update made nan or infinite values of finite gradients."""
+
+
 class AttemptFailedError(FtrainError):
     """Raised inside a block when it failed for a reason that may be another worker's.
 

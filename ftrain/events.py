@@ -13,8 +13,9 @@ Every event has `t` (unix seconds, of the fact itself), `event`, and where it ap
     worker_ready{worker,pid,seconds,cpu_s,compile_s}  imported, compiled: it could take part
     worker_exited{worker,pid,exit_code|signal,reason}
     worker_fenced{worker}
-    view_changed{workers,step,seconds,sync_s}         a new set is training; what that took, sync_s
-                                           of it after all had met
+    view_changed{workers,step,seconds,sync_s,connect_s}  a new set is training; what that took,
+                                           sync_s of it after all had met, connect_s of that until
+                                           there were new communicators
     state_synced{worker,donor,step,bytes,seconds,digest}
     step_aborted{step,failed,seconds}      of the attempt, up to the abort
     evaluated{step,metrics,seconds}
@@ -33,6 +34,10 @@ Every event has `t` (unix seconds, of the fact itself), `event`, and where it ap
     hang_detected{worker,phase,seconds}    unreachable: the workers it cannot reach, if it is that
     host_joined{host,name,address,workers} of a run over several: its agent is there, nothing runs
     host_lost{host,name,reason,workers}    its workers count as dead; worker_started has `host` too
+    head_taken_over{host,name,was,generation,seconds,steps}   right after run_started, which has
+                                           `generation` too: `was`, the head, had been silent for so
+                                           long; steps: first and last that its agents told of late
+    history_began{history,step}            nobody had the state: one restored it, or began anew
     worker_quarantined{worker,seconds}     tried again after that long, while the others train
     fault_injected{kind,worker,step}       by `ftrain chaos`; place, from, seconds where there are
     stop_requested{signal}
@@ -45,6 +50,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -54,12 +60,23 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class LineFile:
-    """An append-only file of JSON lines."""
+    """An append-only file of JSON lines.
 
-    def __init__(self, path: str):
+    Args:
+      path: its name.
+      staging: of a lease: what is there is copied, and the copy takes its place. Whoever has the
+        file open still, a head that was thought dead, writes into one that has no name.
+    """
+
+    def __init__(self, path: str, staging: str | None = None):
         self.path = path
-        _drop_torn_line(path)
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        own = path if staging is None else os.path.join(staging, os.path.basename(path))
+        if staging is not None and os.path.exists(path):
+            shutil.copyfile(path, own)
+        _drop_torn_line(own)
+        self._fd = os.open(own, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        if staging is not None:
+            os.rename(own, path)
         self._waiting = b""  # what could not be written, of a full disk say; it goes first
 
     def append(self, row: dict[str, Any]) -> None:
@@ -69,12 +86,16 @@ class LineFile:
             while self._waiting:
                 self._waiting = self._waiting[os.write(self._fd, self._waiting) :]
 
+    def close(self) -> None:
+        """Writes no more."""
+        os.close(self._fd)
+
 
 class EventLog(LineFile):
     """`events.jsonl` of a run."""
 
-    def __init__(self, run_dir: str):
-        super().__init__(os.path.join(run_dir, EVENTS_FILE))
+    def __init__(self, run_dir: str, staging: str | None = None):
+        super().__init__(os.path.join(run_dir, EVENTS_FILE), staging)
         self._listener: Callable[[dict[str, Any]], None] | None = None
 
     def listen(self, listener: Callable[[dict[str, Any]], None]) -> None:

@@ -261,9 +261,8 @@ def exit_code(run: Records) -> Iterator[Finding]:
             for what in _wrong_end(session.finished, target, saved, step, samples):
                 yield Finding("exit", FAIL, f"session {number + 1}: {what}", step=step)
         elif number + 1 < len(run.sessions):
-            yield Finding(
-                "exit", NOTE, f"session {number + 1} has no exit code: its supervisor died"
-            )
+            how = _how_it_went_on(run.sessions[number + 1])
+            yield Finding("exit", NOTE, f"session {number + 1} has no exit code: {how}")
         elif (pid := running_supervisor(run.run_dir)) is not None:
             yield Finding("exit", NOTE, f"the run is still going (process {pid})")
         else:
@@ -272,6 +271,12 @@ def exit_code(run: Records) -> Iterator[Finding]:
                 UNKNOWN,
                 "there is no exit code: the supervisor died; the same command continues",
             )
+
+
+def _how_it_went_on(session: Session) -> str:
+    for taken in session.named("head_taken_over"):
+        return f"its head, host {taken['was']}, was lost, and host {taken['host']} took over"
+    return "its supervisor died"
 
 
 def _wrong_end(

@@ -85,6 +85,7 @@ class Goodput:
         self._fault_t: float | None = None  # since when a member is dead or stuck
         self._saved_t: float | None = None  # when the newest step was saved
         self._step = 0
+        self._away_s = 0.0  # between the last session and this one
         self._trained: list[float] = []  # seconds of each step up to the newest
 
     def event(self, event: Event) -> None:
@@ -154,9 +155,17 @@ class Goodput:
             self._began = self._mark = event.t
         elif self._doing != "between":  # that supervisor died
             self._spend(self._last_t)
+        before = self._parts["between"]
         self._spend(event.t, rest="between")
+        self._away_s = self._parts["between"] - before
         self._min_workers = event["config"]["cluster"]["min_workers"]
         self._begin_anew()
+
+    def _on_head_taken_over(self, event: Event) -> None:
+        """The run was not stopped: its head was lost, and the other hosts had to find out."""
+        self._parts["between"] -= self._away_s
+        self._parts["detection"] += self._away_s
+        self._away_s = 0.0
 
     def _begin_anew(self) -> None:
         self._doing, self._fault_t, self._saved_t = "start", None, None

@@ -1,9 +1,9 @@
 """The hosts of a run as its head has them: which ids belong where, who is there, who is lost.
 
-The head is host 0. For every other rank an agent connects, proves that it has the run's token and
-says hello, with nothing running. From then on both sides speak at least once a second. A host whose
-connection ends, or that is silent for `heartbeat_timeout_s`, is lost: its workers count as dead.
-Its agent has a clock of its own for that and ends them (see `agent`).
+The head is host 0, or has followed it. For every other rank an agent connects, proves that it has
+the run's token and says hello, with nothing running. From then on both sides speak at least once a
+second. A host whose connection ends, or that is silent for `heartbeat_timeout_s`, is lost: its
+workers count as dead. Its agent has a clock of its own for that and ends them (see `agent`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ftrain.wire import VERSION, Message, Wire, WireError, see_off
 
 if TYPE_CHECKING:
     from ftrain.ears import Ears
-    from ftrain.meeting_point import MeetingPoint
+    from ftrain.headship import Headship
     from ftrain.verdict import Verdict
 
 REFUSE_S = 0.5  # for that to reach a host; the run waits meanwhile
@@ -40,9 +40,9 @@ class Hosts:
     """All hosts of a run. With one host it listens nowhere.
 
     Args:
-      local: this host, rank 0.
+      local: this host.
       config: the run's, as it is here.
-      meeting: where agents call, and what they must prove to have; None if there is one host.
+      headship: where agents call, and what they must prove to have.
       ears: of this process.
       on_here: called as on_here(host) when an agent has come, before any worker is started there.
       on_lost: called as on_lost(host, reason) when it is lost, before its workers count as dead.
@@ -54,7 +54,7 @@ class Hosts:
         self,
         local: LocalHost,
         config: Config,
-        meeting: MeetingPoint | None,
+        headship: Headship,
         *,
         ears: Ears,
         on_here: Callable[[RemoteHost], None],
@@ -64,10 +64,15 @@ class Hosts:
     ):
         self._config, self._ears, self._log = config, ears, log
         self._platform = local.platform
-        self._nodes = meeting.nodes if meeting else 1
+        meeting = headship.meeting
+        self._nodes, self._lease = meeting.nodes if meeting else 1, headship.lease
+        self._rank = headship.rank
         self._on_here, self._on_lost = on_here, on_lost
-        self.others = [RemoteHost(r, stop=stop, log=log) for r in range(1, self._nodes)]
-        self._all: list[LocalHost | RemoteHost] = [local, *self.others]
+        others = {
+            r: RemoteHost(r, stop=stop, log=log) for r in range(self._nodes) if r != self._rank
+        }
+        self.others = list(others.values())
+        self._all: dict[int, LocalHost | RemoteHost] = {self._rank: local, **others}
         self._door = Door(meeting, ears, self._on_hello, log) if meeting else None
 
     def of(self, worker: int) -> LocalHost | RemoteHost:
@@ -82,6 +87,11 @@ class Hosts:
         """The ids that belong to a host."""
         return ids_of(host.rank, self._nodes, self._config.cluster.workers)
 
+    def is_here(self, worker: int) -> bool:
+        """Whether the host that a worker belongs to has its supervisor."""
+        host = self.of(worker)
+        return not isinstance(host, RemoteHost) or host.wire is not None
+
     def missing(self) -> list[int]:
         """The ranks that have no agent now."""
         return [host.rank for host in self.others if host.wire is None]
@@ -90,8 +100,9 @@ class Hosts:
         """Says that the head lives, and gives up who is silent."""
         if self._door is not None:
             self._door.tick(now)
+        here = [host.rank for host in self.others if host.wire is not None]
         for host in self.others:
-            host.tick(now)
+            host.tick(now, here)
             # Read first: this process may have been stopped itself, with all of it waiting.
             if host.wire is not None and now > host.wire.heard_at + self._patience_s:
                 self._hear(host, host.wire)
@@ -112,14 +123,20 @@ class Hosts:
             wire.send("refused", **refused)
             see_off({wire}, REFUSE_S)
             return
-        host = self.others[hello["rank"] - 1]
+        host = self._all[hello["rank"]]
         if host.wire is not None:  # the same agent, which saw the end of its connection first
             self._lose(host, "its agent connected anew")
         self._ears.watch(wire, lambda: self._hear(host, wire))
-        host.attach(wire, hello)
+        host.attach(wire, hello, **self._about())
         self._on_here(host)
         for message in messages[1:]:
             host.take(message)
+
+    def _about(self) -> dict[str, Any]:
+        if self._lease is None:
+            return {}
+        claim = self._lease.claim
+        return {"generation": claim.generation, "holder": claim.holder, "rank": claim.rank}
 
     def _why_not(self, hello: Message) -> dict[str, Any] | None:
         """Why an agent may not take its rank, and whether another try can help; None if it may."""
@@ -127,10 +144,11 @@ class Hosts:
             reason = "another version of ftrain than the head's; install one on every host"
             return {"reason": reason, "again": False}
         rank, nodes = hello["rank"], hello["nodes"]
-        if nodes != self._nodes or rank not in range(1, self._nodes):
+        if nodes != self._nodes or rank == self._rank or rank not in self._all:
             reason = (
-                f"host {rank} of {nodes} to itself, and the head has hosts 0 to {self._nodes - 1}; "
-                "give the same --nodes on every host, and each its own --node-rank"
+                f"host {rank} of {nodes} to itself, and the head, host {self._rank}, has hosts 0 "
+                f"to {self._nodes - 1}; give the same --nodes on every host, and each its own "
+                "--node-rank"
             )
             return {"reason": reason, "again": False}
         if hello["platform"] != self._platform:
@@ -139,6 +157,8 @@ class Hosts:
                 "set cluster.platform"
             )
             return {"reason": reason, "again": False}
+        if self._lease is not None and hello["generation"] > self._lease.claim.generation:
+            return {"reason": "another host is the head now", "again": True}
         theirs = Config.from_json(hello["config"])
         differ = {
             key: values
@@ -150,7 +170,7 @@ class Hosts:
                 f"{k} is {a!r} on the head, {b!r} here" for k, (a, b) in differ.items()
             )
             return {"reason": f"{reason}; start all hosts with one config", "again": False}
-        host = self.others[rank - 1]
+        host = self._all[rank]
         if host.wire is not None and host.agent != hello["agent"]:
             reason = f"host {rank} is there already, {host.name} ({host.wire.peer_host})"
             return {"reason": f"{reason}; give each host its own --node-rank", "again": True}
@@ -185,12 +205,26 @@ class Hosts:
             if host.wire is not None and host.has_workers:
                 self._lose(host, f"its workers have not ended for {timeout_s:g} s")
 
-    def dismiss_all(self, verdict: Verdict) -> None:
-        """Tells every host how the run has ended, and hangs up."""
+    def abandon(self) -> None:
+        """Hangs up without a word: another host is the head now, and the agents are its."""
+        for host in self.others:
+            if host.wire is not None:
+                self._ears.forget(host.wire)
+            host.forget()
+        if self._door is not None:
+            self._door.close()
+
+    def dismiss_all(self, verdict: Verdict, *, durable: bool = False) -> None:
+        """Tells every host how the run has ended, and hangs up.
+
+        Args:
+          verdict: how.
+          durable: its last state is on disk, and snapshots are of no use any more.
+        """
         wires = {host.wire for host in self.others if host.wire is not None}
         for wire in wires:
             self._ears.forget(wire)
-            wire.send("verdict", code=verdict.exit_code, reason=verdict.reason)
+            wire.send("verdict", code=verdict.exit_code, reason=verdict.reason, durable=durable)
         see_off(wires)
         if self._door is not None:
             self._door.close()

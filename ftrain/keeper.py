@@ -48,6 +48,7 @@ class Keeper:
       logs: what it prints.
       record: takes a fact for events and screen, as the recorder does.
       tell: says a line to every worker.
+      staging: where checkpoints are written before they get their names (see `lease`).
     """
 
     def __init__(
@@ -62,7 +63,9 @@ class Keeper:
         logs: Logs,
         record: Callable[[dict[str, Any]], None],
         tell: Callable[[str], None],
+        staging: str | None = None,
     ):
+        self._staging = staging
         self._config, self._lock_fd, self._fork = config, lock_fd, fork
         self._own_env = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "XLA_FLAGS": ""}
         self._env = {**env, **self._own_env}
@@ -137,6 +140,7 @@ class Keeper:
         job = {
             "run_dir": self._config.run_dir,
             "place": self._place,
+            "staging": self._staging,
             "parent": os.getpid(),
             "keep": rules.keep,
             "keep_every": rules.keep_every,

@@ -38,6 +38,14 @@ class Heard:
     late: Callable[[str], None] = lambda line: None  # a record, after it was counted as dead
 
 
+@dataclasses.dataclass(frozen=True)
+class Past:
+    """What a worker is told of its run's history, where several hosts keep snapshots of it."""
+
+    history: str  # of the coordinator that it belongs to; a part of its snapshots' names
+    begun: list[tuple[str, int]]  # see `history`
+
+
 class LocalHost:
     """Starts and ends workers here.
 
@@ -46,7 +54,7 @@ class LocalHost:
       base: the folder the trainer is relative to.
       platform: `cpu` or `gpu`.
       address: this host's, as the workers of other hosts reach it; a literal one.
-      first_worker: the lowest id that belongs here; it gets the first GPU.
+      workers: the ids that belong here; the lowest gets the first GPU.
       memory: where its workers keep snapshots of the state, best first.
       ears: of this process.
       logs: where output goes.
@@ -62,19 +70,29 @@ class LocalHost:
         base: str,
         platform: str,
         address: str,
-        first_worker: int,
+        workers: Sequence[int],
         memory: Sequence[str],
         ears: Ears,
         logs: Logs,
         tell_groups: Callable[[str], None],
     ):
         self._config, self._base, self.platform = config, base, platform
-        self._address, self._first_worker, self._memory = address, first_worker, list(memory)
+        self._address, self._workers, self._memory = address, list(workers), list(memory)
+        self._handover = self._memory[0]
         self._ears, self._logs, self._tell_groups = ears, logs, tell_groups
         self.env = worker_environment(config, platform, os.environ)
         self.env.update(direct_grpc(self.env, [address]))
         self._children: dict[int, tuple[Child, Heard]] = {}  # by pid
         self.template: Template | None = None
+
+    def keep_snapshots(self, memory: Sequence[str], handover: str) -> None:
+        """Has those who are started from now on keep their snapshots elsewhere.
+
+        Args:
+          memory: where, best first.
+          handover: where those lie that the saver is to write to disk.
+        """
+        self._memory, self._handover = list(memory), handover
 
     def open(self) -> None:
         """Imports the user's file once, for every worker that will be forked from it."""
@@ -105,7 +123,7 @@ class LocalHost:
         return not self.template.pending
 
     def start(
-        self, worker: int, incarnation: int, address: str, heard: Heard
+        self, worker: int, incarnation: int, address: str, heard: Heard, past: Past | None = None
     ) -> tuple[Child, Beat]:
         """Starts a worker that finds the coordination service at `address`."""
         beat_fd = Beat.create(f"ftrain-beat-{worker}")
@@ -117,9 +135,12 @@ class LocalHost:
             "platform": self.platform,
             "base": self._base,
             "memory": self._memory,
+            "handover": self._handover,
+            "neighbours": self._workers,
+            "past": past and dataclasses.astuple(past),
             "parent": os.getpid(),
         }
-        place = worker - self._first_worker
+        place = worker - min(self._workers)
         own = own_environment(self.env, self.platform, worker, incarnation, place)
         own.update(direct_grpc(self.env, [parse_endpoint(address, "coordinator").host]))
         launched = False

@@ -15,16 +15,14 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from ftrain.data import rank_of, shards_of
 from ftrain.membership import Members, ProcessFailureError, View, live_devices
-from ftrain.mesh import Buffers, DataPlane
-from ftrain.nonfinite import SKIPS_IN_A_ROW, Nonfinite, one_line, why_stopped
-from ftrain.reduction import tree_sum
+from ftrain.mesh import DataPlane
+from ftrain.outcome import Outcome, Progress
 from ftrain.replicas import differ, judge
 from ftrain.state import Committed, StateSpec
 from ftrain.sync import sync_state
@@ -33,12 +31,11 @@ if TYPE_CHECKING:
     from ftrain.admission import Admission
     from ftrain.beat import Beat
     from ftrain.config import Config
-    from ftrain.data import Batch, ShardReader
     from ftrain.digests import Digests
     from ftrain.evaluation import Evaluation
     from ftrain.profiling import Profiler
     from ftrain.saving import Saving
-    from ftrain.step import StepPrograms
+    from ftrain.stepping import Stepping
     from ftrain.table import Table
     from ftrain.target import Target
     from ftrain.trainer import Trainer
@@ -46,30 +43,6 @@ if TYPE_CHECKING:
 
 DIGEST_BYTES = 32
 POLL_S = 0.02  # between blocks in which there is nothing to do
-
-
-class Progress(NamedTuple):
-    """What a view agrees on beside the state. Small and plain: it travels with the settle."""
-
-    round: int = 0  # committed blocks; a member that is behind here is who the others wait for
-    lineage: int = 0  # which history: a new one begins with a checkpoint or with nothing
-    stopping: str = ""  # why the run ends before its target; "" if it does not
-    evaluated: int = 0  # the last step that was evaluated
-    eval_part: int = 0  # parts done of the evaluation of this step
-    eval_sums: tuple[float, ...] = ()
-    skipped: int = 0  # steps in a row, up to this one, that were not finite
-
-
-class Outcome(NamedTuple):
-    """What a block will have done if the barrier says so."""
-
-    state: Committed | None
-    progress: Progress
-    metrics: dict[str, Any] | None = None  # a step's
-    evaluated: dict[str, float] | None = None
-    leave: bool = False
-    differ: dict[int, bytes] | None = None  # the members' digests, if they are not equal
-    skipped: dict[str, Any] | None = None  # what was not finite and whose it was, see `events`
 
 
 @dataclasses.dataclass
@@ -82,11 +55,10 @@ class StepLoop:
     members: Members
     admission: Admission
     spec: StateSpec
-    programs: StepPrograms
     digests: Digests
     transfer: Transfer
     table: Table
-    reader: ShardReader
+    stepping: Stepping
     evaluation: Evaluation | None
     saving: Saving
     beat: Beat
@@ -97,6 +69,7 @@ class StepLoop:
     forget_view: Callable[[], None]
     compile: Callable[[Any], Any]
     profiler: Profiler | None = None
+    restorable: int = 0  # the newest step that `first_state` would find here, on this host
 
     state: Committed | None = None
     progress: Progress = Progress()
@@ -143,7 +116,7 @@ class StepLoop:
             judge(self.members.me, self.state.step if self.state else 0, self.differ)
         if view != self.agreed and (ended := self._enter(view)):
             return ended
-        if self._digest_due(self.state.step) and self.compared_step < self.state.step:
+        if self.stepping.digest_due(self.state.step) and self.compared_step < self.state.step:
             if found := self._compare_replicas():
                 return Outcome(self.state, self.progress, differ=found)
         self._after_last_commit(view)
@@ -169,6 +142,9 @@ class StepLoop:
 
     def _commit(self, view: View, new: Outcome, seconds: float) -> None:
         """The barrier's exit raised nothing, here and everywhere: it is so (R1)."""
+        if new.apply is not None:
+            state, metrics = new.apply()  # an error of it is this worker's own, and ends it
+            new = new._replace(state=state, metrics=metrics)
         self.state, self.agreed, self.differ = new.state, view, new.differ
         self.progress = new.progress._replace(round=new.progress.round + 1)
         self.beat.round, self.beat.step = self.progress.round, self.state.step if self.state else -1
@@ -204,6 +180,7 @@ class StepLoop:
           None, or what this block will have done: the run is over, or the states differ.
         """
         started = time.perf_counter()
+        self.stepping.drop_ahead()  # for another rank's shards, or of a state that is not committed
         self.beat.phase("settle")
         holds = self.members.settle(
             view,
@@ -211,13 +188,19 @@ class StepLoop:
                 "step": self.state.step if self.state else None,
                 "progress": self.progress,
                 "identity": self.admission.fingerprint,
+                "restorable": self.restorable,
             },
         )
         settled = time.perf_counter()
         self._open_plane(view)
+        connected = time.perf_counter()
         # R5: blank ranks below every step, and of those furthest ahead the lowest gives.
         ahead = {w: -1 if holds[w]["step"] is None else holds[w]["step"] for w in view.workers}
-        donor = self.admission.donor(ahead, {w: holds[w]["identity"] for w in view.workers})
+        donor = self.admission.donor(
+            ahead,
+            {w: holds[w]["identity"] for w in view.workers},
+            {w: holds[w]["restorable"] for w in view.workers},
+        )
         if ahead[donor] == -1:
             if self.members.finished():  # R8: a view without state never restores then
                 return Outcome(self.state, self.progress, leave=True)
@@ -242,6 +225,7 @@ class StepLoop:
             step=self.state.step,
             lineage=self.progress.lineage,
             seconds=time.perf_counter() - started,
+            connect_s=connected - settled,
             sync_s=time.perf_counter() - settled,
         )
         self.beat.take_spent()  # told just now
@@ -306,28 +290,7 @@ class StepLoop:
         self.below_min_since = None
         if self.profiler is not None:
             self.profiler.before(self.state.step + 1, view.lowest == self.members.me)
-        self.beat.phase("data")
-        shards = shards_of(self.plane.rank, len(view.workers), self.config.batch_shards)
-        batches = self.reader.shards(self.state.cursor, shards)
-        self._compile_shorter(batches)
-        self.beat.phase("gradient")
-        sums = self._sums(batches)
-        self.beat.phase("update")
-        new_state, metrics, stop, found = self.programs.update(
-            self.state, sums, self.target.batch(self.state.cursor)
-        )
-        # The request to stop travelled in the sums: all stop at one step.
-        progress = self.progress._replace(stopping="stop" if stop else "", skipped=0)
-        new = Outcome(new_state, progress, metrics)
-        if found is not None:
-            new = self._not_finite(view, new, found)
-        if new.metrics is not None and self._digest_due(new.state.step):
-            metrics["digest"] = self.digests(new.state).hex()
-        return new
-
-    def _digest_due(self, step: int) -> bool:
-        every = self.config.digest_every_steps
-        return bool(every) and step > 0 and step % every == 0
+        return self.stepping.step(self.plane, self.state, self.progress)
 
     def _compare_replicas(self) -> dict[int, bytes] | None:
         """Before anything is made of a step whose digest was due: all members have the same bits.
@@ -342,58 +305,8 @@ class StepLoop:
         self.compared_step = self.state.step
         return None
 
-    def _not_finite(self, view: View, new: Outcome, found: Nonfinite) -> Outcome:
-        """Instead of `new`: all stop without the step, or commit it with the state as it was.
-
-        Of reduced values and the view alone, so that every member does and says the same.
-        """
-        shards, ranks = self.config.batch_shards, len(view.workers)
-        owners = {s: view.workers[rank_of(s, ranks, shards)] for s in range(shards)}
-        before = self.progress.skipped
-        if self.config.on_nonfinite == "stop" or before >= SKIPS_IN_A_ROW:
-            why = why_stopped(
-                found,
-                new.state.step,
-                owners,
-                lambda shard: self.reader.name(self.state.cursor, shard),
-                self.config.reduce_dtype,
-                before,
-            )
-            return Outcome(self.state, self.progress._replace(stopping=why))
-        new.metrics["nonfinite"] = found.mark
-        return Outcome(
-            new.state._replace(leaves=self.state.leaves),
-            new.progress._replace(skipped=before + 1),
-            new.metrics,
-            skipped={
-                "shards": list(found.shards),
-                "workers": sorted({owners[s] for s in found.shards}),
-                "what": one_line(found, owners),
-            },
-        )
-
     def _target_reached(self) -> bool:
         return self.target.reached(self.state.step, self.state.cursor)
-
-    def _compile_shorter(self, batches: list[tuple[int, Batch | None]]) -> None:
-        """The program of the run's last, shorter shard: by the one that has it, once it is due."""
-        for _, batch in batches:
-            if batch is not None and self.programs.lacks(batch):
-                self.beat.phase("compile")
-                self.programs.compile_for(batch, self.compile)
-
-    def _sums(self, batches: list[tuple[int, Batch | None]]) -> Buffers:
-        """What the shards of all members add up to, in the order that the config asks for."""
-        stop = self.stop_requested()
-
-        def ready() -> None:
-            self.beat.phase("reduce")
-
-        if self.config.reduction == "fast":
-            buffers = self.programs.gradients(self.state, batches, stop=stop)
-            return self.plane.sum(buffers, ready)
-        nodes = self.programs.nodes(self.state, batches, stop=stop)
-        return tree_sum(self.plane, nodes, self.config.batch_shards, ready)
 
     def _evaluation_due(self) -> bool:
         if self.evaluation is None or self.progress.stopping:
@@ -464,6 +377,12 @@ class StepLoop:
                 dict(metrics),
                 self.spec.train_state(step, cursor, self.state.leaves),
             )
-        if view.lowest == self.members.me and not self._evaluation_due():
+        me = self.members.me
+        if self.saving.is_of(me, view.workers) and not self._evaluation_due():
             self.beat.phase("copy")
-            self.saving.after_commit(self.state, self.progress.evaluated)
+            self.saving.after_commit(
+                self.state,
+                self.progress.evaluated,
+                for_disk=view.lowest == me,
+                lineage=self.progress.lineage,
+            )

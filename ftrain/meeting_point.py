@@ -8,6 +8,7 @@ from collections.abc import MutableMapping
 
 from ftrain.addresses import RESOLVE_S, head_address, listen
 from ftrain.endpoint import Endpoint
+from ftrain.errors import AddressError
 from ftrain.interfaces import local_addresses
 from ftrain.placement import Placement
 
@@ -22,19 +23,20 @@ class MeetingPoint:
     endpoint: Endpoint  # a literal address of this host's, and the hosts' port
     listener: socket.socket
     token: bytes
+    rank: int = 0  # of this host
 
     @property
     def address(self) -> str:
         """The one address of this host on which anything listens."""
         return self.endpoint.host
 
-    def service_ports(self, generation: int) -> list[int]:
+    def service_ports(self, number: int) -> list[int]:
         """Where the coordination service may listen, best first; 0 is any port.
 
         Another one each time: a worker that outlived the last service must not reach the next.
         """
         first = self.endpoint.port + 1
-        ports = [first + (generation + i) % SERVICE_PORTS for i in range(SERVICE_PORTS)]
+        ports = [first + (number + i) % SERVICE_PORTS for i in range(SERVICE_PORTS)]
         return [port for port in ports if port < 1 << 16] + [0]
 
 
@@ -62,3 +64,18 @@ def open_meeting_point(
     at = head_address(given, patience_s=patience_s)
     listener = listen(at)
     return MeetingPoint(placement.nodes, at, listener, token)
+
+
+def open_own_meeting_point(placement: Placement, token: bytes, address: str) -> MeetingPoint:
+    """Listens on this host's own `address`, on the head's port if it is free, else on any.
+
+    Raises:
+      AddressError: that is no address of this host's.
+    """
+    at = Endpoint(address, placement.coordinator_port)
+    try:
+        listener = listen(at)
+    except AddressError:
+        listener = listen(at._replace(port=0))
+        at = at._replace(port=listener.getsockname()[1])
+    return MeetingPoint(placement.nodes, at, listener, token, placement.node_rank)

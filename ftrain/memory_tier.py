@@ -17,6 +17,7 @@ import shutil
 import stat
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 MEMORY = Path("/dev/shm")
 RUN = "run_dir"  # in the folder: whose it is
@@ -25,29 +26,70 @@ PART = ".part"
 FORGOTTEN_S = 86400.0  # after which the snapshots of a run folder that has gone are removed
 
 
-def memory_folder(run_dir: str, setting: str) -> Path:
+class Part(NamedTuple):
+    """Whose snapshots, in a run over several hosts whose heads hold a lease."""
+
+    rank: int  # of the host
+    generation: int  # of the head
+
+
+def memory_folder(run_dir: str, setting: str, part: Part | None = None) -> Path:
     """Where a run's snapshots are to lie.
 
     Args:
       run_dir: the run's folder, which must exist.
       setting: the config's `memory_folder`.
+      part: of several hosts; two of them may be on one machine.
     """
     base = MEMORY if setting == "auto" else Path(setting).absolute()
     if setting == "auto" and not base.is_dir():
-        return fallback_folder(run_dir)
+        return fallback_folder(run_dir, part)
     path, there = os.path.realpath(run_dir), os.stat(run_dir)
     name = hashlib.sha256(f"{path} {there.st_dev} {there.st_ino}".encode()).hexdigest()[:16]
-    return base / f"ftrain-{os.getuid()}-{name}"
+    return base / f"ftrain-{os.getuid()}-{name}{'' if part is None else f'-host-{part.rank}'}"
 
 
-def fallback_folder(run_dir: str) -> Path:
-    """Where they lie if memory has no room."""
-    return Path(run_dir).absolute() / "snapshots"
+def fallback_folder(run_dir: str, part: Part | None = None) -> Path:
+    """Where they lie if memory has no room, and what another host's saver is to read."""
+    folder = Path(run_dir).absolute() / "snapshots"
+    return folder if part is None else folder / str(part.generation)
 
 
-def memory_folders(run_dir: str, setting: str) -> list[Path]:
-    """All places where there may be snapshots of a run."""
-    return list(dict.fromkeys([memory_folder(run_dir, setting), fallback_folder(run_dir)]))
+def memory_folders(run_dir: str, setting: str, part: Part | None = None) -> list[Path]:
+    """All places where there may be snapshots of a run that this host can read."""
+    return list(
+        dict.fromkeys([memory_folder(run_dir, setting, part), fallback_folder(run_dir, part)])
+    )
+
+
+def has_snapshots(run_dir: str, setting: str) -> bool:
+    """Whether there is one here, of whatever host or head."""
+    memory, fallback = memory_folders(run_dir, setting)
+    folders = [memory, *memory.parent.glob(f"{memory.name}-host-*"), fallback, *_below(fallback)]
+    return any(map(snapshots_in, folders))
+
+
+def adopt(run_dir: str, part: Part) -> None:
+    """A new head takes over what is in `run_dir/snapshots`; who wrote there before no longer can.
+
+    Its folder is another one than that of the heads before, whose workers may live on for a while.
+    """
+    own = fallback_folder(run_dir, part)
+    own.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for folder in (own.parent, *_below(own.parent)):
+        if folder == own:
+            continue
+        for name in os.listdir(folder):
+            if name.removesuffix(SAVE).isdigit() and not (folder / name).is_dir():
+                (folder / name).replace(own / name)
+        if folder != own.parent:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _below(folder: Path) -> list[Path]:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return [f for f in folder.iterdir() if f.name.isdigit() and f.is_dir()]
+    return []
 
 
 def open_folder(folder: Path, run_dir: str) -> None:
@@ -84,9 +126,9 @@ def settle_folder(folder: Path) -> None:
                 (folder / name).replace(folder / name.removesuffix(SAVE))
 
 
-def remove_all(run_dir: str, setting: str) -> None:
+def remove_all(run_dir: str, setting: str, part: Part | None = None) -> None:
     """Removes a run's snapshots: it has ended with its state on disk, or begins afresh."""
-    for folder in memory_folders(run_dir, setting):
+    for folder in (memory_folder(run_dir, setting, part), fallback_folder(run_dir)):
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -96,8 +96,9 @@ def make_loop(
     from ftrain.identity import identity_of
     from ftrain.loop import StepLoop
     from ftrain.membership import Members
-    from ftrain.restore import restore_newest
+    from ftrain.restore import newest_step, restore_newest
     from ftrain.saving import Saving
+    from ftrain.stepping import Stepping
     from ftrain.table import Table
     from ftrain.target import target_of
     from ftrain.transfer import Transfer
@@ -110,6 +111,7 @@ def make_loop(
     to_compile = programs, digests, transfer, table
     for traced in to_compile:
         traced.lower()
+    check_at_once(config, programs)
     sets = {"dataset()": (source.length, source.samples)}
     if eval_source is not None:
         sets["eval_dataset()"] = eval_source.length, eval_source.samples
@@ -118,6 +120,8 @@ def make_loop(
     with first_compiles(cache):
         for traced in to_compile:
             traced.compile(runtime.compile_shared)
+    if job.platform == "gpu":
+        programs.warm_up()
     members = Members(started, report, local_error)
     memory, fallback = Path(job.memory[0]), Path(job.memory[-1])
     saving = Saving(
@@ -129,9 +133,15 @@ def make_loop(
         run_dir=config.run_dir,
         dataset_length=source.length,
         patience_s=config.grace_s / 2,
+        copies=config.commit == "lean",
         report=report,
         news=control,
+        handover=Path(job.handover),
+        neighbours=job.neighbours,
+        history=job.past[0] if job.past else "",
     )
+    places = list(dict.fromkeys([memory, fallback]))
+    begun = job.past[1] if job.past else None
 
     def first_state() -> Any:
         from ftrain.init_from import new_state
@@ -141,7 +151,8 @@ def make_loop(
             spec,
             dataset_length=source.length,
             report=report,
-            memory=list(dict.fromkeys([memory, fallback])),
+            memory=places,
+            begun=begun,
             digest=digests,
         )
         if restored is None:
@@ -162,6 +173,12 @@ def make_loop(
         threads=config.data.threads,
         end=target.samples,
     )
+
+    def stop_requested() -> bool:
+        return control.stop_requested() or saving.wants_stop()
+
+    compile = runtime.compile_shared
+    stepping = Stepping(config, target, programs, digests, reader, beat, stop_requested, compile)
     runtime.freeze_heap()
     return StepLoop(
         trainer,
@@ -170,20 +187,20 @@ def make_loop(
         members,
         Admission(members, identity, config.cluster.min_workers),
         spec,
-        programs,
         digests,
         transfer,
         table,
-        reader,
+        stepping,
         evaluation,
         saving,
         beat,
         report,
-        lambda: control.stop_requested() or saving.wants_stop(),
+        stop_requested,
         first_state,
         started.forget_view,
-        runtime.compile_shared,
+        compile,
         make_profiler(config, beat),
+        restorable=0 if begun is None else newest_step(config.run_dir, places, begun),
     )
 
 
@@ -225,6 +242,8 @@ def trace(
         # and so no bit of what they compute, may depend on the number of workers.
         table_size=config.batch_shards * HEADER.size,
         tree_shards=config.batch_shards if config.reduction == "reproducible" else None,
+        at_once=shards_at_once(config, spec),
+        lean=config.commit == "lean",
     )
     programs.check_shorter(target.shorter_shard(0, config.batch_shards))
     evaluation = (
@@ -247,6 +266,32 @@ def trace(
             "define it, or leave the key out"
         )
     return spec, programs, evaluation
+
+
+def shards_at_once(config: Config, spec: Any) -> int:
+    """How many shards one program computes: as the config says, or as many as a worker has."""
+    params, _, _ = spec.split(spec.leaves)
+    # Over shards that are computed at once a gradient is summed in its parameter's own dtype.
+    is_exact = config.reduce_dtype == "param" or all(p.dtype.itemsize >= 4 for p in params)
+    asked = config.shards_at_once
+    if asked is None:
+        alone = config.reduction == "reproducible" or config.on_nonfinite == "ignore"
+        return 1 if alone or not is_exact else config.batch_shards // config.cluster.workers
+    if asked > 1 and not is_exact:
+        raise TrainerError(
+            f"shards_at_once={asked}: would sum gradients of 16-bit parameters over the shards in "
+            "16 bits; set reduce_dtype: param if that will do, or leave shards_at_once out"
+        )
+    return asked
+
+
+def check_at_once(config: Config, programs: Any) -> None:
+    """Whether the loss allows several shards in one program is known once it has been traced."""
+    if programs.why_one_by_one and config.shards_at_once is not None:
+        raise TrainerError(
+            f"loss: several shards at once need jax.vmap of it, which fails: "
+            f"{programs.why_one_by_one}; leave out shards_at_once={config.shards_at_once}"
+        )
 
 
 def check_best(config: Config, programs: Any, evaluation: Any) -> None:

@@ -9,9 +9,12 @@ from __future__ import annotations
 import collections
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ftrain.events import METRICS_FILE, EventLog, LineFile, read_lines
+
+if TYPE_CHECKING:
+    from ftrain.lease import Lease
 
 SPENT_EVERY_S = 10.0
 Record = dict[str, Any]
@@ -25,10 +28,19 @@ class Recorder:
       run_dir: the run's folder.
       log: its event log.
       tell: called as tell(kind, fields) with each fact that is new, for the screen.
+      lease: the head's, of a run over several hosts.
     """
 
-    def __init__(self, run_dir: str, log: EventLog, tell: Callable[[str, Record], None]):
-        self._metrics = LineFile(os.path.join(run_dir, METRICS_FILE))
+    def __init__(
+        self,
+        run_dir: str,
+        log: EventLog,
+        tell: Callable[[str, Record], None],
+        lease: Lease | None = None,
+    ):
+        staging = lease and lease.staging
+        self._metrics = LineFile(os.path.join(run_dir, METRICS_FILE), staging)
+        self._holder, self._history = lease.claim.holder if lease else "", (-1, -1)
         self._log, self._tell = log, tell
         self.step = max((row["step"] for row in read_lines(self._metrics.path)), default=0)
         self.highest = self.step  # over all lineages
@@ -144,7 +156,18 @@ class Recorder:
 
     def _on_view_changed(self, worker: int, record: Record, generation: int) -> None:
         if self._first("view", record["view"]):
-            self._event("view_changed", record, "workers", "step", "seconds", "sync_s")
+            if self._holder:
+                self._begin_history(generation, record)
+            parts = "connect_s", "sync_s"
+            self._event("view_changed", record, "workers", "step", "seconds", *parts)
+
+    def _begin_history(self, generation: int, record: Record) -> None:
+        """The name is that which its snapshots carry (see `history`)."""
+        history = generation, record["lineage"]
+        if history > self._history:
+            self._history = history
+            name = ".".join(map(str, (self._holder, *history)))
+            self._event("history_began", {**record, "history": name}, "history", "step")
 
     def _on_step_aborted(self, worker: int, record: Record, generation: int) -> None:
         if self._first("aborted", record["view"]):
@@ -200,3 +223,28 @@ class Recorder:
         chosen = {k: record[k] for k in fields}
         self._log(name, t=record["t"], **chosen)  # when it happened, not when it was heard of
         self._tell(name, {**chosen, "t": record["t"]})
+
+
+def write_late(run_dir: str, staging: str, commits: Sequence[tuple[int, Record]]) -> list[int]:
+    """Adds commits that the head was told of, or was to be, when it was lost.
+
+    Args:
+      run_dir: the run's folder.
+      staging: of the lease.
+      commits: (worker, record), of one history, as workers reported them.
+
+    Returns:
+      The first and last step that were missing, or nothing.
+    """
+    file = LineFile(os.path.join(run_dir, METRICS_FILE), staging)
+    newest = max((row["step"] for row in read_lines(file.path)), default=0)
+    last = newest
+    for _, record in sorted(commits, key=lambda told: told[1]["step"]):
+        if record["step"] == last + 1:  # what does not follow is of another history
+            last += 1
+            metrics = dict(record["metrics"])
+            chosen = {k: record[k] for k in ("samples", "workers", "step_time_s")}
+            loss = metrics.pop("loss")
+            file.append({"t": record["t"], "step": last, "loss": loss, **chosen, **metrics})
+    file.close()
+    return [newest + 1, last] if last > newest else []

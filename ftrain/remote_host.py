@@ -8,13 +8,14 @@ agent of that rank is back, which comes with nothing running.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ftrain.beat import Reading
-from ftrain.local_host import Heard
+from ftrain.local_host import Heard, Past
 from ftrain.processes import Exit
 from ftrain.tcp_sockets import TcpSocket
 from ftrain.wire import Message, Wire
@@ -125,13 +126,18 @@ class RemoteHost:
         return bool(self._children)
 
     def start(
-        self, worker: int, incarnation: int, address: str, heard: Heard
+        self, worker: int, incarnation: int, address: str, heard: Heard, past: Past | None = None
     ) -> tuple[RemoteChild, RemoteBeat]:
         """Has the agent start a worker; its template may make it wait."""
         child = RemoteChild(next(self._numbers), heard, self.tell)
         self._children[child.number] = child
         self.tell(
-            "start", child=child.number, worker=worker, incarnation=incarnation, address=address
+            "start",
+            child=child.number,
+            worker=worker,
+            incarnation=incarnation,
+            address=address,
+            past=past and dataclasses.astuple(past),
         )
         return child, child.beat
 
@@ -140,12 +146,12 @@ class RemoteHost:
         if self.wire is not None:
             self.wire.send(kind, **fields)
 
-    def attach(self, wire: Wire, hello: Message) -> None:
-        """An agent is there, with nothing running."""
+    def attach(self, wire: Wire, hello: Message, **about: Any) -> None:
+        """An agent is there, with nothing running. It is told `about` its head."""
         self.wire, self.name, self.agent = wire, hello["name"], hello["agent"]
         self._able = False
         self._best_rtt_s = float("inf")
-        self.tell("welcome", taken=self._taken.get(self.agent, 0))
+        self.tell("welcome", taken=self._taken.get(self.agent, 0), **about)
 
     def lose(self, reason: str) -> None:
         """The agent counts as gone, and with it every worker there; it ends them by itself."""
@@ -156,20 +162,27 @@ class RemoteHost:
         for child in lost.values():
             self._end(child, Exit(None, "SIGKILL"), reason)
 
+    def forget(self) -> None:
+        """Nothing that is or was there is this head's business any more."""
+        if self.wire is not None:
+            self.wire.close()
+            self.wire = None
+        self._children.clear()
+
     def _end(self, child: RemoteChild, ended: Exit, lost: str) -> None:
         self._late[child.number] = child.heard.late
         if not child.pid:  # it may have been started, and the word of it been lost
             child.heard.started(0)
         child.heard.ended(ended, lost)
 
-    def tick(self, now: float) -> None:
-        """Says that the head lives, and up to where it has the agent's records."""
+    def tick(self, now: float, hosts: Sequence[int] = ()) -> None:
+        """Says that the head lives, with which `hosts`, and up to where it has the records."""
         if self.wire is None:
             return
         self.wire.flush()
         if now >= self._pinged_at + PING_EVERY_S:
             self._pinged_at = now
-            self.tell("ping", t=now, taken=self._taken.get(self.agent, 0))
+            self.tell("ping", t=now, taken=self._taken.get(self.agent, 0), hosts=list(hosts))
 
     def take(self, message: Message) -> None:
         """Takes a message of the agent's."""

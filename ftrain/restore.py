@@ -6,6 +6,7 @@ that has saved something never begins anew by itself.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +20,9 @@ from ftrain.checkpoint import (
 )
 from ftrain.digests import digest_of
 from ftrain.errors import CheckpointUnreadableError, StateMismatchError
+from ftrain.history import Begun, belongs
 from ftrain.memory_tier import snapshots_in
-from ftrain.snapshots import read_snapshot
+from ftrain.snapshots import read_meta, read_snapshot
 from ftrain.state import Committed, StateSpec, from_host
 
 TIERS = ("memory", "disk")  # of one step the first is read, which is quicker
@@ -42,6 +44,7 @@ def restore_newest(
     dataset_length: int,
     report: Callable[..., None],
     memory: Sequence[Path] = (),
+    begun: Begun | None = None,
     digest: Callable[[Committed], bytes] | None = None,
 ) -> Restored | None:
     """The newest good state that was saved; None if none was.
@@ -53,6 +56,7 @@ def restore_newest(
       report: called as report("checkpoint_skipped", step, tier, why) for each that cannot be used,
         then report("checkpoint_restored", step, tier, digest).
       memory: folders of snapshots.
+      begun: the histories of the run's records, where snapshots have to belong to one of these.
       digest: of a state, where it is to be used; None: computed on the host.
 
     Raises:
@@ -64,6 +68,8 @@ def restore_newest(
     found = _candidates(run_dir, memory)
     for step, tier, path in found:
         try:
+            if tier == "memory" and begun is not None:
+                check_belongs(path, step, begun)
             restored = _restore(step, tier, path, spec, dataset_length, digest)
         except CheckpointUnreadableError as error:
             report("checkpoint_skipped", step=step, tier=tier, why=error.why)
@@ -93,6 +99,23 @@ def _candidates(run_dir: str, memory: Sequence[Path]) -> list[tuple[int, str, Pa
     except OSError as error:  # a folder that may not be read, or is none
         raise CheckpointUnreadableError.by(folder, error) from error
     return sorted(found, key=lambda item: (-item[0], TIERS.index(item[1])))
+
+
+def newest_step(run_dir: str, memory: Sequence[Path], begun: Begun) -> int:
+    """The newest step that this host could restore, as far as names and headers tell; -1: none."""
+    with contextlib.suppress(CheckpointUnreadableError):
+        for step, tier, path in _candidates(run_dir, memory):
+            with contextlib.suppress(CheckpointUnreadableError):
+                if tier == "memory":
+                    check_belongs(path, step, begun)
+                return step
+    return -1
+
+
+def check_belongs(path: Path, step: int, begun: Begun) -> None:
+    """Raises CheckpointUnreadableError for a snapshot of a history that was given up."""
+    if not belongs(read_meta(path).get("history", ""), step, begun):
+        raise CheckpointUnreadableError(str(path), "it is of a history that was given up")
 
 
 def _restore(

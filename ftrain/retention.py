@@ -122,23 +122,29 @@ class MetricValues:
         return self.values
 
 
-def remove(path: Path) -> None:
+def remove(path: Path, staging: Path | None = None) -> None:
     """Removes a checkpoint: gone at once, whatever becomes of the rest."""
-    old = path.with_name(path.name + OLD)
+    old = (staging or path.parent) / (path.name + OLD)
     shutil.rmtree(old, ignore_errors=True)
     path.rename(old)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def clean_up(folder: Path) -> None:
-    """Removes what writers that died have left. Only the one who writes there may call it."""
+def clean_up(folder: Path, staging: str | os.PathLike[str] | None = None) -> None:
+    """Removes what writers that died have left. Only the one who writes there may call it.
+
+    Args:
+      folder: of checkpoints.
+      staging: where they are written, if it is not there.
+    """
+    staging = Path(staging or folder)
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        for name in os.listdir(folder):
+        for name in os.listdir(staging):
             found = _WRITERS.match(name)
             if found is None:
                 continue
             step = folder / found[1]
             if name == f"{found[1]}{PART}" and not step.exists():
-                os.rename(folder / name, step)  # whole: only its last rename is missing
+                os.rename(staging / name, step)  # whole: only its last rename is missing
             else:
-                shutil.rmtree(folder / name, ignore_errors=True)
+                shutil.rmtree(staging / name, ignore_errors=True)

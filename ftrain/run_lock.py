@@ -25,7 +25,7 @@ class RunLock:
     """
 
     def __init__(self, run_dir: str, path: str | None = None):
-        path = path or os.path.join(run_dir, "lock")
+        self._path = path = path or os.path.join(run_dir, "lock")
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         deadline = time.monotonic() + REMAINS_S
         while not self._try():
@@ -43,6 +43,12 @@ class RunLock:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
+        if os.path.exists(self._path) and not os.path.samestat(
+            os.stat(self._path), os.fstat(self._fd)
+        ):  # a head has put its nameplate there meanwhile
+            os.close(self._fd)
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            return self._try()
         return True
 
     def _holder(self) -> int | None:
@@ -52,6 +58,29 @@ class RunLock:
     def fileno(self) -> int:
         """The descriptor for the coordinator to inherit."""
         return self._fd
+
+    def identity(self) -> str:
+        """Which lock this is: whoever holds it knows that all who held it before have ended."""
+        there = os.fstat(self._fd)
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()} {there.st_dev} {there.st_ino}"
+
+
+def put_nameplate(run_dir: str, staging: str) -> int:
+    """Puts a lock of one's own in the place of `run_dir/lock`, held while this process lives.
+
+    For a head that has a lease: one that is stopped or cut off may hold the file that was there.
+    Runs without a lease are kept out by it, and others see whose run it is.
+
+    Returns:
+      Its descriptor.
+    """
+    own = os.path.join(staging, "lock")
+    fd = os.open(own, os.O_RDWR | os.O_CREAT, 0o644)
+    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    os.rename(own, os.path.join(run_dir, "lock"))
+    return fd
 
 
 def host_lock(run_dir: str, rank: int) -> str:

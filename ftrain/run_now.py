@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Callable
 from typing import Any
 
 from ftrain.events import to_json
@@ -100,9 +101,16 @@ class RunNow:
         values = json.loads(text)
         return cls(**{**values, "workers": [WorkerNow(**w) for w in values["workers"]]})
 
-    def write(self) -> None:
-        """Writes `status.json`. A reader sees this one or the one before, whole."""
+    def write(self, write: Callable[[str, bytes], None] | None = None) -> None:
+        """Writes `status.json`. A reader sees this one or the one before, whole.
+
+        Args:
+          write: does it, of a head with a lease.
+        """
         path = os.path.join(self.run_dir, STATUS_FILE)
+        if write is not None:
+            write(path, self.to_json().encode())
+            return
         with open(path + ".part", "w", encoding="utf-8") as file:
             file.write(self.to_json())
         os.replace(path + ".part", path)

@@ -43,6 +43,7 @@ class DiskWriter:
     Args:
       run_dir: the run's folder.
       place: where that was when the run began.
+      staging: where they are written, if not in `checkpoints` itself (see `lease`).
       keep, keep_every, keep_best: as in the config's section `checkpoint`.
     """
 
@@ -50,6 +51,7 @@ class DiskWriter:
         self,
         run_dir: str,
         place: Place,
+        staging: str | None = None,
         *,
         keep: int,
         keep_every: int | None = None,
@@ -61,7 +63,8 @@ class DiskWriter:
         self._values = MetricValues(run_dir, metric) if metric else None
         self.folder = checkpoint_folder(run_dir)
         self.bad: set[int] = set()
-        clean_up(self.folder)
+        self._staging = Path(staging or self.folder)
+        clean_up(self.folder, self._staging)
 
     def save(self, path: Path, digest: str) -> None:
         """Makes a snapshot a checkpoint; durable when this returns.
@@ -75,9 +78,9 @@ class DiskWriter:
         if not found == meta["digest"] == digest:
             raise ValueError(f"{path}: {ALTERED}")
         try:
-            write_checkpoint(self.folder / str(meta["step"]), meta, arrays)
+            write_checkpoint(self.folder / str(meta["step"]), meta, arrays, self._staging)
         except BaseException:
-            clean_up(self.folder)  # or it takes the room that the next one needs
+            clean_up(self.folder, self._staging)  # or it takes the room that the next one needs
             raise
         self.bad.discard(meta["step"])
         self._remove_old(meta["step"])
@@ -96,7 +99,7 @@ class DiskWriter:
             best=best,
             bad=self.bad,
         ):
-            remove(self.folder / str(step))
+            remove(self.folder / str(step), self._staging)
 
 
 def serve(writer: DiskWriter, lines: Any, report: Callable[..., None]) -> None:

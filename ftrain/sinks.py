@@ -86,6 +86,8 @@ class Sinks:
             self._ears.hear_out(sink.child)
             if ended.signal is not None:
                 self._say(f"{sink.name} did not take the last lines within {timeout_s:.0f} s")
+        if self._listener is not None:  # this process may become the head again
+            self._listener.close()
 
     def _start(self, sink: _Sink) -> None:
         argv = [sys.executable, "-m", "ftrain.sink_process", "{control}"]

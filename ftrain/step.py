@@ -11,7 +11,7 @@ times slower, jax 0.10.2.)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from ftrain.loss import ShardLoss
 from ftrain.mesh import Buffers
 from ftrain.nonfinite import Nonfinite
 from ftrain.reduction import add
-from ftrain.state import Committed, StateSpec
+from ftrain.state import Committed, StateSpec, from_host
 from ftrain.tree import Node, Sums
 from ftrain.update import Update
 
@@ -32,8 +32,20 @@ if TYPE_CHECKING:
     from ftrain.data import Batch
 
 
+class Begun(NamedTuple):
+    """An update on its way: the next state, uncommitted, and the scalars that tell of the step."""
+
+    state: Committed
+    vector: jax.Array
+
+
 class StepPrograms:
     """The compiled programs of a trainer, for one shape of shard and that of a shorter, last one.
+
+    Attributes:
+      lean: whether an update takes the old state's memory, see `stepping`.
+      at_once: shards that one program computes; from `lower` on 1 where the loss does not allow it.
+      why_one_by_one: what the loss has against it then.
 
     Args:
       batch_shapes: the leaves of a whole shard's batch, in the tree `batch_tree`.
@@ -41,6 +53,8 @@ class StepPrograms:
       judged_shards: the batch's shards, if it shall be found out which of them gave values that are
         not finite; 0: nothing is judged, and nothing is paid for it.
       tree_shards: the shards of a step if they are summed in the order of the tree, by `nodes`.
+      lean: whether an update takes the old state's memory, see `stepping`.
+      at_once: shards that one program computes where a worker holds so many; 1: each by itself.
     """
 
     def __init__(
@@ -55,8 +69,12 @@ class StepPrograms:
         table_size: int = 0,
         judged_shards: int = 0,
         tree_shards: int | None = None,
+        at_once: int = 1,
+        lean: bool = False,
     ):
         self._spec, self._tree_shards, self.table_size = spec, tree_shards, table_size
+        self._lean = lean
+        self.at_once, self.why_one_by_one = at_once, ""
         self._params, self._opt, self._model = spec.split(spec.leaves)
         self._batch = list(batch_shapes)
         self._loss = ShardLoss(trainer, spec, batch_tree, seed)
@@ -101,10 +119,12 @@ class StepPrograms:
         self._lowered = (
             self._lower_shard(self._batch),
             jax.jit(self._plan.empty).lower(jax.ShapeDtypeStruct((), jnp.float32)),
-            jax.jit(self._update).lower(
+            jax.jit(self._update, donate_argnums=(0, 1, 2) if self._lean else ()).lower(
                 self._params, self._opt, self._model, buffers, index, index
             ),
-            *([jax.jit(_add, donate_argnums=0).lower(buffers, buffers)] * bool(self._tree_shards)),
+            self._lower_several(),
+            jax.jit(_add, donate_argnums=0).lower(buffers, buffers) if self._tree_shards else None,
+            jax.jit(self._update.judge).lower(buffers) if self._lean else None,
         )
 
     @property
@@ -118,12 +138,49 @@ class StepPrograms:
             self._params, self._model, batch, index, index, buffers
         )
 
+    def _lower_several(self) -> jax.stages.Lowered | None:
+        if self.at_once == 1:
+            return None
+        index, of = jax.ShapeDtypeStruct((), jnp.int32), self.at_once
+        batches = [jax.ShapeDtypeStruct((of, *b.shape), b.dtype) for b in self._batch]
+        shards = jax.ShapeDtypeStruct((of,), jnp.int32)
+        try:
+            return jax.jit(self._plan.several, donate_argnums=5).lower(
+                self._params, self._model, batches, index, shards, self.buffer_shapes
+            )
+        except (NotImplementedError, TypeError, ValueError) as error:
+            # What one shard's trace has not found is vmap's: no batching rule, a callback, ...
+            self.at_once, self.why_one_by_one = 1, str(error)
+            return None
+
     def compile(self, compile: Callable[[Any], Any]) -> None:
         """Compiles what `lower` traced, or loads it from the compilation cache."""
-        programs = map(compile, self._lowered)
-        self._shard_program, self._empty_program, self._update_program, *more = programs
-        self._add_program = more[0] if more else None
+        (
+            self._shard_program,
+            self._empty_program,
+            self._update_program,
+            self._several_program,
+            self._add_program,
+            self._judge_program,
+        ) = [lowered and compile(lowered) for lowered in self._lowered]
         del self._lowered
+
+    def warm_up(self) -> None:
+        """Runs every program once, on zeros.
+
+        On a GPU a process's first run of each loads its kernels and opens libraries, for half a
+        second and more, and the others would wait for that in the sum (jax 0.11.2).
+        """
+        whole = [np.zeros(b.shape, b.dtype) for b in self._batch]
+        zeros = [np.zeros(shape, dtype) for shape, dtype in self._spec.host_shapes]
+        state = Committed(0, 0, from_host(self._spec, zeros))
+        held = [(shard, whole) for shard in range(self.at_once)]
+        sums = self.gradients(state, held, stop=False)
+        if self.at_once > 1 or self._tree_shards:
+            alone = self.gradients(state, held[:1], stop=False, one_by_one=True)
+        if self._tree_shards:
+            sums = self._add_program(sums, alone)
+        jax.block_until_ready(self.update(state, sums, 0))
 
     def lacks(self, batch: Batch) -> bool:
         """Whether the program for a shard of so many samples is still to be compiled."""
@@ -141,13 +198,41 @@ class StepPrograms:
         return self._plan.layout.shapes()
 
     def gradients(
-        self, state: Committed, shards: Sequence[tuple[int, Batch | None]], *, stop: bool
+        self,
+        state: Committed,
+        shards: Sequence[tuple[int, Batch | None]],
+        *,
+        stop: bool,
+        one_by_one: bool = False,
     ) -> Buffers:
-        """This worker's part of a step's sums; zeros if it has no shard, or none with samples."""
-        buffers = self._empty_program(np.float32(stop))
-        for shard, batch in shards:
+        """This worker's part of a step's sums; zeros if it has no shard, or none with samples.
+
+        Args:
+          state: committed.
+          shards: of this worker, with their samples.
+          stop: whether it has been asked to stop.
+          one_by_one: whether each is to be computed by itself, so that it can be judged by itself.
+        """
+        buffers, rest = self._empty_program(np.float32(stop)), list(shards)
+        while not one_by_one and self.at_once > 1 and self._are_whole(rest[: self.at_once]):
+            buffers = self._add_several(state, rest[: self.at_once], buffers)
+            del rest[: self.at_once]
+        for shard, batch in rest:
             buffers = self._add_shard(state, shard, batch, buffers)
         return buffers
+
+    def _are_whole(self, shards: Sequence[tuple[int, Batch | None]]) -> bool:
+        whole = self._batch[0].shape[0]
+        sizes = [0 if batch is None else len(batch[0]) for _, batch in shards]
+        return sizes == [whole] * self.at_once
+
+    def _add_several(
+        self, state: Committed, shards: Sequence[tuple[int, Batch]], buffers: Buffers
+    ) -> Buffers:
+        params, _, model = self._spec.split(state.leaves)
+        batches = [np.stack(leaves) for leaves in zip(*(b for _, b in shards), strict=True)]
+        numbers = np.array([shard for shard, _ in shards], np.int32)
+        return self._several_program(params, model, batches, np.int32(state.step), numbers, buffers)
 
     def _add_shard(
         self, state: Committed, shard: int, batch: Batch | None, buffers: Buffers
@@ -172,25 +257,50 @@ class StepPrograms:
             sums.take(Node(0, shard), self._add_shard(state, shard, batch, buffers))
         return sums.values or [self._empty_program(np.float32(0))]
 
-    def update(
-        self, state: Committed, sums: Buffers, samples: int
-    ) -> tuple[Committed, dict[str, float], bool, Nonfinite | None]:
-        """The next state, the step's metrics, whether anybody was asked to stop, and what is bad.
+    def update(self, state: Committed, sums: Buffers, samples: int) -> Begun:
+        """The next state, on its way.
 
-        Does not donate `state`: a step that fails or is skipped goes on from it.
+        `state` is kept, since a step that fails or is skipped goes on from it; but where the
+        programs are lean it is gone.
         """
         params, opt, model = self._spec.split(state.leaves)
         leaves, vector = self._update_program(
             params, opt, model, sums, np.int32(state.step), np.int32(state.cursor & 0x7FFFFFFF)
         )
-        new_state = Committed(state.step + 1, state.cursor + samples, leaves)
-        jax.block_until_ready(leaves)
+        return Begun(Committed(state.step + 1, state.cursor + samples, leaves), vector)
+
+    def result(
+        self, state: Committed, begun: Begun, sums: Buffers
+    ) -> tuple[dict[str, float], bool, Nonfinite | None]:
+        """Waits for an update: its metrics, whether anybody was asked to stop, and what is bad."""
+        leaves = jax.block_until_ready(begun.state.leaves)
+        metrics, stop, bad = self._told(begun.vector, self.metric_names)
+        found = explain(self._plan, self._spec, state.leaves, leaves, sums) if bad else None
+        return metrics, stop, found
+
+    def applied(self, begun: Begun) -> tuple[dict[str, float], bool]:
+        """As `result`, where the old state is gone: its metrics, and whether it is bad."""
+        jax.block_until_ready(begun.state.leaves)
+        metrics, _, bad = self._told(begun.vector, self.metric_names)
+        return metrics, bad
+
+    def judged(
+        self, state: Committed, sums: Buffers
+    ) -> tuple[dict[str, float], bool, Nonfinite | None]:
+        """As `result`, of the sums alone, before there is an update. Needs `lean`."""
+        told = self._told(self._judge_program(sums), self._plan.metric_names)
+        metrics, stop, bad = told
+        leaves = state.leaves
+        found = explain(self._plan, self._spec, leaves, leaves, sums) if bad else None
+        return metrics, stop, found
+
+    @staticmethod
+    def _told(vector: jax.Array, names: Sequence[str]) -> tuple[dict[str, float], bool, bool]:
         *values, weight, stop, bad = np.asarray(vector).tolist()
-        metrics = dict(zip(("loss", *self.metric_names), values, strict=True))
+        metrics = dict(zip(("loss", *names), values, strict=True))
         if weight == 0:
             metrics["weight"] = 0.0
-        found = explain(self._plan, self._spec, state.leaves, leaves, sums) if bad else None
-        return new_state, metrics, stop > 0, found
+        return metrics, stop > 0, bool(bad)
 
 
 def _with_samples(leaf: jax.ShapeDtypeStruct, samples: int) -> jax.ShapeDtypeStruct:

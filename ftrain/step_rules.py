@@ -186,7 +186,8 @@ def _members(what: str, commit: Commit, worker: int | None = None) -> Finding:
 def digests(run: Records) -> Iterator[Finding]:
     """All who committed a step in which a digest was due had the same bits."""
     history = {id(c) for c in run.history}
-    for session in run.sessions:
+    for number, session in enumerate(run.sessions):
+        late = _told_late(run, number)
         every = session.config["digest_every_steps"]
         agreed = _by_step(session, "digest_agreed")
         differed = _by_step(session, "replicas_differ")
@@ -199,8 +200,20 @@ def digests(run: Records) -> Iterator[Finding]:
                 yield from _differed(session, commit, events[0], until, id(commit) in history)
             elif not commit.digest:
                 yield _digests(FAIL, f"it has no digest; digest_every_steps={every}", commit)
+            elif commit.step in late:
+                what = "its head was lost before it heard of it, so its digests were not compared"
+                yield _digests(UNKNOWN, what, commit)
             else:
                 yield from _agreed(session, commit, following, agreed[commit.step])
+
+
+def _told_late(run: Records, number: int) -> range:
+    """The steps of a session that its head was not told of: the next one heard of them."""
+    for session in run.sessions[number + 1 : number + 2]:
+        for event in session.named("head_taken_over"):
+            if event["steps"]:
+                return range(event["steps"][0], event["steps"][1] + 1)
+    return range(0)
 
 
 def _by_step(session: Session, name: str) -> dict[int, list[Event]]:

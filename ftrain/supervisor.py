@@ -7,6 +7,7 @@ in one order only: killed, reaped, fenced, acknowledged, started (rule R9); `_on
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -22,16 +23,17 @@ from ftrain.coordination import Coordination
 from ftrain.ears import Ears
 from ftrain.errors import EXIT_GAVE_UP, EXIT_TRY_AGAIN, RestartLimitError
 from ftrain.events import EventLog
-from ftrain.hosts import Hosts
+from ftrain.headship import Headship
+from ftrain.history import begun_in
+from ftrain.hosts import Hosts, ids_of
 from ftrain.keeper import Keeper
-from ftrain.local_host import LOOPBACK, Heard, LocalHost
-from ftrain.meeting_point import MeetingPoint
-from ftrain.memory_tier import memory_folders, remove_all, settle_folder, sweep
+from ftrain.lease import DeposedError
+from ftrain.local_host import LOOPBACK, Heard, LocalHost, Past
+from ftrain.memory_tier import adopt, memory_folders, remove_all, settle_folder, sweep
 from ftrain.processes import Ends, Exit, adopt_orphans
 from ftrain.recorder import Recorder
 from ftrain.records import commit_of, event_of, read_records
 from ftrain.remote_host import RemoteHost
-from ftrain.run_lock import RunLock
 from ftrain.screen import Screen
 from ftrain.sinks import CLOSE_S, Sinks
 from ftrain.slots import COORDINATOR, Slot
@@ -61,22 +63,26 @@ class Supervisor:
         *,
         base: str,
         platform: str,
-        lock: RunLock,
+        headship: Headship,
         log: EventLog,
         screen: Screen,
         sinks: Sinks,
         continues: bool = True,
-        meeting: MeetingPoint | None = None,
+        own_config: Config | None = None,
     ):
         self._config, self._platform = config, platform
-        self._lock, self._log, self._screen, self._sinks = lock, log, screen, sinks
+        self._log, self._screen, self._sinks = log, screen, sinks
+        self._headship, self._lease, self._meeting = headship, headship.lease, headship.meeting
+        lock_fd = headship.lock.fileno()
         self._continues = continues  # or it is a new run
         self._story = Story(screen, config)
         self._board = Board(config.run_dir)
-        self._board.read(read_records(config.run_dir))
-        log.listen(lambda row: self._board.event(event_of(row)))
+        records = read_records(config.run_dir)
+        self._board.read(records)
+        self._begun = begun_in(records)
+        log.listen(self._on_event)
         self._shown_at = float("-inf")
-        self._recorder = Recorder(config.run_dir, log, self._on_fact)
+        self._recorder = Recorder(config.run_dir, log, self._on_fact, self._lease)
         self._logs = Logs(config.run_dir)
         self._slots = [Slot(i) for i in range(config.cluster.workers)]
         self._budget = restart.RestartBudget(config.restart)
@@ -88,23 +94,23 @@ class Supervisor:
             config,
             platform,
             self._slots,
-            meeting,
-            lock.fileno(),
+            headship,
+            lock_fd,
             ears=self._ears,
             log=log,
             logs=self._logs,
             story=self._story,
             on_exit=self._on_coordinator_exit,
         )
-        self._memory = [
-            str(f) for f in memory_folders(config.run_dir, config.checkpoint.memory_folder)
-        ]
+        setting = config.checkpoint.memory_folder
+        self._memory = [str(f) for f in memory_folders(config.run_dir, setting, headship.part)]
+        meeting = self._meeting
         self._local = LocalHost(
-            config,
+            own_config or config,
             base=base,
             platform=platform,
             address=meeting.address if meeting else LOOPBACK,
-            first_worker=0,
+            workers=ids_of(headship.rank, meeting.nodes if meeting else 1, config.cluster.workers),
             memory=self._memory,
             ears=self._ears,
             logs=self._logs,
@@ -113,14 +119,13 @@ class Supervisor:
         self._hosts = Hosts(
             self._local,
             config,
-            meeting,
+            headship,
             ears=self._ears,
             on_here=self._on_host_here,
             on_lost=self._on_host_lost,
             stop=self._on_stop,
             log=self._logs.supervisor,
         )
-        self._meeting = meeting
         self._waiting_since = time.monotonic()  # for hosts, with nobody training
         self._first_ready_at: float | None = None
         self._refused_at: float | None = None
@@ -128,7 +133,7 @@ class Supervisor:
         self._keeper = Keeper(
             config,
             os.environ,
-            lock.fileno(),
+            lock_fd,
             self._fork_saver,
             ears=self._ears,
             log=log,
@@ -137,38 +142,54 @@ class Supervisor:
                 COORDINATOR, record, self._coordination.generation
             ),
             tell=self._tell_workers,
+            staging=self._lease and self._lease.checkpoint_staging,
         )
         self._signalled = False  # this supervisor itself
         self._stop_signal = ""
         self._stop_deadline = float("inf")
         self._verdict: Verdict | None = None  # once decided
+        self._is_down = False
 
     def run(self) -> int:
-        """Runs to the end and returns the exit code."""
+        """Runs to the end and returns the exit code.
+
+        Raises:
+          DeposedError: another host is the head now. Nothing of this one is running any more.
+        """
         adopt_orphans()
         self._begin_memory()
         with self._ears.signals(self._on_signal):
-            if "FTRAIN_CHAOS" in os.environ:
-                from ftrain.chaos.hook import FaultFeed
+            try:
+                return self._run()
+            except DeposedError:
+                self._abandon()
+                raise
 
-                FaultFeed(self._ears, self._log, self._screen.line)
-            self._local.open()
-            self._start_coordinator()
-            self._sinks.start(self._ears, self._logs, self._screen.line)
-            while self._verdict is None:
-                self._ears.wait(TICK_S)
-                self._tick()
-            self._shut_down()
-            code, reason = self._verdict
-            if self._keeper.is_durable(self._recorder.step):
-                remove_all(self._config.run_dir, self._config.checkpoint.memory_folder)
-            self._recorder.close()
-            self._log("run_finished", step=self._recorder.step, exit_code=code, reason=reason)
-            self._show(live=False)
-            self._story.finished(code, reason)
-            self._hosts.dismiss_all(self._verdict)
-            self._sinks.close(self._time_for_sinks_s())
-            self._logs.close()
+    def _run(self) -> int:
+        if "FTRAIN_CHAOS" in os.environ:
+            from ftrain.chaos.hook import FaultFeed
+
+            FaultFeed(self._ears, self._log, self._screen.line)
+        self._local.open()
+        self._start_coordinator()
+        self._sinks.start(self._ears, self._logs, self._screen.line)
+        while self._verdict is None:
+            self._ears.wait(TICK_S)
+            self._tick()
+        code, reason = self._verdict
+        if self._lease is not None:  # before anything is silent: nobody is to take over now
+            with contextlib.suppress(OSError):
+                self._lease.renew(exit_code=code, reason=reason)
+        self._shut_down()
+        if durable := self._keeper.is_durable(self._recorder.step):
+            self._remove_snapshots()
+        self._recorder.close()
+        self._log("run_finished", step=self._recorder.step, exit_code=code, reason=reason)
+        self._show(live=False)
+        self._story.finished(code, reason)
+        self._hosts.dismiss_all(self._verdict, durable=durable)
+        self._sinks.close(self._time_for_sinks_s())
+        self._logs.close()
         return code
 
     def _time_for_sinks_s(self) -> float:
@@ -184,9 +205,15 @@ class Supervisor:
         """What earlier processes left in the memory tier: of this run to be used, of others not."""
         sweep()
         if not self._continues:
-            remove_all(self._config.run_dir, self._config.checkpoint.memory_folder)
+            self._remove_snapshots()
+        if self._headship.part is not None:
+            adopt(self._config.run_dir, self._headship.part)
         for folder in self._memory:
             settle_folder(Path(folder))
+
+    def _remove_snapshots(self) -> None:
+        setting = self._config.checkpoint.memory_folder
+        remove_all(self._config.run_dir, setting, self._headship.part)
 
     def _fork_saver(
         self, job: dict[str, Any], env: Mapping[str, str], lock_fd: int, ends: Ends
@@ -198,6 +225,15 @@ class Supervisor:
         for slot in self._slots:
             if slot.child is not None and slot.going:
                 slot.child.send(line)
+
+    def _abandon(self) -> None:
+        """Another host is the head: all that this one has started ends, and nothing is told."""
+        self._end(EXIT_TRY_AGAIN, "another host is the head now")
+        self._hosts.abandon()
+        self._shut_down()
+        self._sinks.close(0.0)
+        self._screen.close()
+        self._logs.close()
 
     # Signals.
 
@@ -216,6 +252,8 @@ class Supervisor:
         self._stop_signal = name
         self._stop_deadline = time.monotonic() + max(1.0, self._config.grace_s - STOP_RESERVE_S)
         self._screen.line(f"{name}: stopping after this step; a second one stops at once")
+        if self._lease is not None:
+            self._lease.stopping()
         self._pass_on_stop()
 
     def _pass_on_stop(self) -> None:
@@ -297,7 +335,13 @@ class Supervisor:
             late=functools.partial(self._on_late_record, slot, self._coordination.generation),
         )
         host = self._hosts.of(slot.worker)
-        slot.begin(*host.start(slot.worker, slot.incarnation, self._coordination.address, heard))
+        address, past = self._coordination.address, self._past()
+        slot.begin(*host.start(slot.worker, slot.incarnation, address, heard, past))
+
+    def _past(self) -> Past | None:
+        if self._lease is None:
+            return None
+        return Past(f"{self._lease.claim.holder}.{self._coordination.generation}", self._begun)
 
     def _on_started(self, slot: Slot, pid: int) -> None:
         where = {"host": self._hosts.rank_of(slot.worker)} if self._meeting else {}
@@ -362,6 +406,12 @@ class Supervisor:
                     self._keeper.note_restore(record)
                 self._recorder.take(slot.worker, record, self._coordination.generation)
 
+    def _on_event(self, row: dict[str, Any]) -> None:
+        event = event_of(row)
+        if event.name == "history_began":
+            self._begun.append((event["history"], event["step"]))
+        self._board.event(event)
+
     def _on_fact(self, kind: str, fields: dict[str, Any]) -> None:
         self._logs.supervisor(f"{kind} {json.dumps(fields)}")
         if kind == "commit":
@@ -376,6 +426,12 @@ class Supervisor:
             and time.monotonic() - self._first_ready_at > self._config.cluster.start_timeout_s
         )
         all_here = len(ready) == len(self._slots)
+        if all_here and not any(s.going for s in ready):
+            self._coordination.all_are_here()
+        if self._coordination.knows_all:  # those of hosts that are away may come later
+            all_here = bool(ready) and all(
+                s.ready for s in self._slots if self._hosts.is_here(s.worker)
+            )
         if not (all_here or waited or any(s.going for s in self._slots)):
             return
         going = [s for s in ready if not s.going and s.child is not None]
@@ -449,6 +505,8 @@ class Supervisor:
 
     def _tick(self) -> None:
         now = time.monotonic()
+        if self._lease is not None:
+            self._lease.tick(now)
         if self._coordination.child is None and not any(s.child for s in self._slots):
             if self._stop_signal:
                 self._end(EXIT_TRY_AGAIN, f"{self._stop_signal}")
@@ -475,7 +533,7 @@ class Supervisor:
         """Where the run is, on the screen and for `ftrain status`."""
         readings = {s.worker: s.reading() for s in self._slots if s.child is not None}
         run = self._board.now(time.time(), readings, time.monotonic(), os.getpid())
-        run.write()
+        run.write(self._lease and self._lease.write)
         if live:
             self._screen.status(run)
 
@@ -509,7 +567,7 @@ class Supervisor:
     def _judge_hosts(self, now: float) -> None:
         """Nobody can train before every host has come once (the topology exchange of JAX)."""
         missing, limit_s = self._hosts.missing(), self._config.cluster.start_timeout_s
-        if missing and now - self._waiting_since > limit_s:
+        if missing and not self._coordination.knows_all and now - self._waiting_since > limit_s:
             hosts = f"host{'s' * (len(missing) > 1)} {' '.join(map(str, missing))}"
             self._end(
                 EXIT_TRY_AGAIN,
@@ -526,6 +584,9 @@ class Supervisor:
 
     def _shut_down(self) -> None:
         """Nothing is left running when this returns."""
+        if self._is_down:
+            return
+        self._is_down = True
         for slot in self._slots:
             if slot.child is not None:
                 slot.child.kill()

@@ -39,16 +39,7 @@ class Update:
     ) -> tuple[list, jax.Array]:
         """The new leaves, and loss, metrics, weight, stop and whether it is bad. Traced."""
         take = self._plan.layout.take
-        if self._in_tree:
-            sums = [_one_nan(b) for b in sums]
-        scalars = take(sums, self._plan.scalars)
-        weight = scalars[-1]
-        divisor = jnp.where(weight > 0, weight, 1)
-        mean = [
-            take(sums, slot) / divisor.astype(self._plan.layout.dtypes[slot.group])
-            for slot in self._plan.grad_slots
-        ]
-        grads = [g.astype(p.dtype) for g, p in zip(mean, self._params, strict=True)]
+        sums, grads, weight, divisor = self._means(sums)
         old, model = [*params, *opt, *model], list(model)
         for i, slot in self._plan.model_slots.items():
             model[i] = self._new_model_leaf(model[i], take(sums, slot), weight, divisor)
@@ -63,17 +54,44 @@ class Update:
         check_metrics("update", extra)
         self.extra_names = metric_names("update", extra, taken=self._plan.metric_names)
         leaves = self._checked_leaves(new)
-        bad = jnp.bool_(False)
+        bad = self._are_bad(sums, grads)
         if self._plan.judged_shards:
-            flagged = take(sums, self._plan.flags).any()
-            bad = flagged | any_nonfinite([scalars[0], weight, *grads])
             bad |= any_became_nonfinite(old, leaves)
-        values = [
-            scalars[:-1] / divisor,
-            *(jnp.asarray(extra[n], jnp.float32).reshape(1) for n in self.extra_names),
-            jnp.stack([weight, take(sums, self._plan.stop), bad.astype(jnp.float32)]),
+        more = [jnp.asarray(extra[n], jnp.float32).reshape(1) for n in self.extra_names]
+        return leaves, self._vector(sums, weight, divisor, more, bad)
+
+    def judge(self, sums: Buffers) -> jax.Array:
+        """What `__call__` tells, as far as the sums tell it: nothing of `update`. Traced."""
+        sums, grads, weight, divisor = self._means(sums)
+        return self._vector(sums, weight, divisor, [], self._are_bad(sums, grads))
+
+    def _means(self, sums: Buffers) -> tuple[Buffers, list[jax.Array], jax.Array, jax.Array]:
+        """The sums, the mean gradients, the weight, and what to divide sums by. Traced."""
+        take = self._plan.layout.take
+        if self._in_tree:
+            sums = [_one_nan(b) for b in sums]
+        weight = take(sums, self._plan.scalars)[-1]
+        divisor = jnp.where(weight > 0, weight, 1)
+        mean = [
+            take(sums, slot) / divisor.astype(self._plan.layout.dtypes[slot.group])
+            for slot in self._plan.grad_slots
         ]
-        return leaves, jnp.concatenate(values)
+        grads = [g.astype(p.dtype) for g, p in zip(mean, self._params, strict=True)]
+        return sums, grads, weight, divisor
+
+    def _are_bad(self, sums: Buffers, grads: list[jax.Array]) -> jax.Array:
+        if not self._plan.judged_shards:
+            return jnp.bool_(False)
+        take = self._plan.layout.take
+        scalars = take(sums, self._plan.scalars)
+        return take(sums, self._plan.flags).any() | any_nonfinite([scalars[0], scalars[-1], *grads])
+
+    def _vector(
+        self, sums: Buffers, weight: Any, divisor: Any, more: list[jax.Array], bad: jax.Array
+    ) -> jax.Array:
+        take = self._plan.layout.take
+        told = jnp.stack([weight, take(sums, self._plan.stop), bad.astype(jnp.float32)])
+        return jnp.concatenate([take(sums, self._plan.scalars)[:-1] / divisor, *more, told])
 
     def _new_model_leaf(self, old: Any, summed: jax.Array, weight: Any, divisor: Any) -> jax.Array:
         if not is_mean(old):

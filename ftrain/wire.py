@@ -28,7 +28,7 @@ NONCE_BYTES = 32
 PROOF_BYTES = 32
 PROVE_S = 5.0  # for a guest, from its connection to its proof and first message
 SEE_OFF_S = 2.0
-VERSION = 1  # of what is said, in the first message of a guest
+VERSION = 2  # of what is said, in the first message of a guest
 MAX_FRAME_BYTES = 16 << 20  # of JSON; what workers report is kilobytes
 _HEADER = struct.Struct(">I16s")
 
@@ -37,6 +37,10 @@ Message = dict[str, Any]
 
 class WireError(Exception):
     """Raised when the other side is not, or no longer, one of ours; the message says in what."""
+
+
+class SilentError(WireError):
+    """Raised when it takes connections and says nothing: a host that is stopped does that too."""
 
 
 def proof(token: bytes, side: str, head_nonce: bytes, guest_nonce: bytes) -> bytes:
@@ -256,7 +260,7 @@ def _exactly(sock: socket.socket, count: int, otherwise: str) -> bytes:
         try:
             chunk = sock.recv(count - len(data))
         except TimeoutError:
-            raise WireError(f"{otherwise} (silent)") from None
+            raise SilentError(f"{otherwise} (silent)") from None
         except ConnectionError:
             chunk = b""
         if not chunk:

@@ -21,6 +21,9 @@ class Assignment:
     platform: str
     base: str  # the folder the trainer is relative to
     memory: list[str]  # folders of snapshots: where they are to lie, and where else if need be
+    handover: str  # where those lie that the saver is to write to disk
+    neighbours: list[int]  # the workers of this host
+    past: tuple[str, list[tuple[str, int]]] | None  # history, and those that have begun
     records_fd: int
     beat_fd: int
     parent: int  # the supervisor's pid

@@ -36,6 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "seconds": st.dictionaries(st.sampled_from(["data", "hook", "copy", "barrier"]), SECONDS)
     },
     "checkpoint_saved": {"step": st.integers(1, 9), "tier": st.just("disk")},
+    "head_taken_over": {},
     "run_finished": {"exit_code": st.just(0)},
     "worker_fenced": {"worker": WORKER},  # one that is nothing to it
     "commit": {"step": st.integers(1, 9), "step_time_s": SECONDS},

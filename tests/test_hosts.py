@@ -138,24 +138,6 @@ def test_a_stop_signal_on_any_host_stops_all_after_one_step(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_loss_of_the_head_ends_the_attempt_on_every_host(tmp_path):
-    """Agents exit 75 when it does not come back; started anew all continue from what is saved."""
-    sets = ["checkpoint.every_steps=20", "cluster.start_timeout_s=15"]
-    with hosts_run(CONFIG, tmp_path / "run", *sets) as hosts:
-        hosts.wait_all()
-        hosts.head.wait_for_event("checkpoint_saved")
-        hosts.kill(0)
-        assert hosts.runs[1].finish(60) == 75
-        assert hosts.net.processes(1) == []
-        for rank in (0, 1):
-            hosts.start(rank)
-        assert hosts.finish() == [0, 0]
-        assert hosts.head.events("checkpoint_restored")
-        check_replicas_agree(hosts.head)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_hosts_may_have_addresses_of_ipv6_alone(tmp_path):
     """With a death, whose place is taken by another process of that host."""
     sets = ["epochs=8"]

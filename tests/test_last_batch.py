@@ -71,7 +71,7 @@ def in_order() -> Steps:
 def test_means_are_over_the_samples_that_exist(fast, split):
     """Gradient, loss, metrics and model state, in float64, of six samples."""
     sums = fast.sums(fast.first, split)
-    state, metrics, *_ = fast.programs.update(fast.first, sums, LEFT)
+    state, metrics, *_ = fast.update(fast.first, sums, LEFT)
     x, y = X[:LEFT].astype(np.float64), Y[:LEFT].astype(np.float64)
     miss = x @ W + 0.25 - y
     params, _, model = fast.trees(state)
@@ -85,7 +85,7 @@ def test_means_are_over_the_samples_that_exist(fast, split):
 def test_a_batch_smaller_than_a_shard_is_one_shorter_shard():
     """A single sample is left."""
     steps = last(Steps(Line()), left=1)
-    _, metrics, *_ = steps.programs.update(steps.first, steps.sums(steps.first, [[0], [1, 2]]), 1)
+    _, metrics, *_ = steps.update(steps.first, steps.sums(steps.first, [[0], [1, 2]]), 1)
     assert metrics["loss"] == pytest.approx((X[0] @ W + 0.25 - Y[0]) ** 2, rel=1e-5)
 
 
@@ -111,11 +111,9 @@ def test_reproducible_sums_have_the_same_bits_for_any_workers(in_order, ranks):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_request_to_stop_is_heard_from_a_worker_without_samples(in_order, ranks):
     """The highest worker holds shard 2, which has none."""
-    *_, stop, found = in_order.programs.update(
-        in_order.first, tree(in_order, ranks, stop=ranks - 1), LEFT
-    )
+    *_, stop, found = in_order.update(in_order.first, tree(in_order, ranks, stop=ranks - 1), LEFT)
     assert stop and found is None
-    assert not in_order.programs.update(in_order.first, tree(in_order, ranks), LEFT)[2]
+    assert not in_order.update(in_order.first, tree(in_order, ranks), LEFT)[2]
 
 
 def test_a_shorter_shard_that_is_not_finite_is_named(in_order):
@@ -123,7 +121,7 @@ def test_a_shorter_shard_that_is_not_finite_is_named(in_order):
     shard, batch = in_order.batches[1]
     in_order.batches[1] = shard, [np.full_like(leaf, np.inf) for leaf in batch]
     try:
-        found = in_order.programs.update(in_order.first, tree(in_order, 2), LEFT)[3]
+        found = in_order.update(in_order.first, tree(in_order, 2), LEFT)[3]
     finally:
         in_order.batches[1] = shard, batch
     assert found.mark == [1]

@@ -55,6 +55,7 @@ LAYERS = [
         "yaml_lines",
         "events",
         "restart",
+        "journal",
         "watchdog",
         "pretrained",
         "run_lock",
@@ -84,6 +85,7 @@ LAYERS = [
     ],
     [
         "mesh",
+        "outcome",
         "digests",
         "transfer",
         "replicas",
@@ -95,8 +97,8 @@ LAYERS = [
         "chaos.plan",
         "doctor.host",
     ],
-    ["addresses"],
-    ["placement"],
+    ["addresses", "history", "lease"],
+    ["placement", "succession", "caller"],
     ["reduction", "contribution"],
     ["update", "explain"],
     [
@@ -131,15 +133,16 @@ LAYERS = [
         "lanes",
         "run_now",
     ],
-    ["admission", "load", "verify", "board", "panel", "prometheus"],
+    ["admission", "stepping", "load", "verify", "board", "panel", "prometheus"],
     ["sources", "screen", "status", "report"],
     ["init_from"],
     ["environment", "loop", "meeting_point", "chaos.command"],
+    ["headship"],
     ["preparing"],
     ["worker"],
     ["local_host"],
     ["remote_host"],
-    ["hosts", "coordination"],
+    ["hosts", "coordination", "crew", "head_line"],
     ["supervisor", "agent"],
     ["run_hosts"],
     ["check", "debug", "template", "checkpoints", "sink_process"],
@@ -158,6 +161,7 @@ PROCESS_SIDE = set(
     run_now board panel status lanes report
     agent coordination door hosts local_host meeting_point remote_host run_hosts run_token
     undertaker wire
+    caller crew head_line headship history journal lease succession
     addresses endpoint interfaces node_list placement schedulers
     sinks sink_process prometheus tensorboard following
     chaos.hook chaos.plan chaos.network chaos.disk chaos.orders chaos.live chaos.faults

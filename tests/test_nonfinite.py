@@ -79,7 +79,7 @@ def told() -> Steps:
 
 def found(steps: Steps, split: Any = SPLITS[0], **leaves: list[float]) -> Nonfinite | None:
     steps = steps.on(Told().dataset(**leaves)) if leaves else steps
-    return steps.programs.update(steps.first, steps.sums(steps.first, split), SHARDS * SIZE)[3]
+    return steps.update(steps.first, steps.sums(steps.first, split), SHARDS * SIZE)[3]
 
 
 def test_a_finite_step_is_not_judged_bad(told):
@@ -208,7 +208,7 @@ def test_ignored_steps_are_not_judged_and_cost_nothing():
     assert sizes[1][0] - sizes[0][0] == SHARDS
     for steps, asks in ((plain, False), (judged, True)):
         steps.programs.lower()
-        texts = [lowered.as_text() for lowered in steps.programs._lowered]
+        texts = [lowered.as_text() for lowered in steps.programs.lowered.values()]
         assert any("is_finite" in text for text in texts) is asks
 
 
@@ -254,5 +254,5 @@ def test_garbage_of_a_cancelled_collective_is_no_error():
     """A body may see anything before its barrier refuses it (R1): it must not end the worker."""
     steps = Steps(Linear(), judged_shards=SHARDS)
     garbage = [jnp.full(s.shape, NAN, s.dtype) for s in steps.programs.buffer_shapes]
-    bad = steps.programs.update(steps.first, garbage, SHARDS * SIZE)[3]
+    bad = steps.update(steps.first, garbage, SHARDS * SIZE)[3]
     assert json.dumps(last_lines(bad))

@@ -92,8 +92,9 @@ class Driven:
     def step(self) -> dict[str, float]:
         shards = self.reader.shards(self.state.cursor, range(self.config.batch_shards))
         sums = self.programs.gradients(self.state, shards, stop=False)
-        self.state, metrics, *_ = self.programs.update(self.state, sums, self.config.batch_size)
-        return metrics
+        before, begun = self.state, self.programs.update(self.state, sums, self.config.batch_size)
+        self.state = begun.state
+        return self.programs.result(before, begun, sums)[0]
 
     def evaluate(self) -> tuple[dict[str, float], float]:
         """The means, and the weight of all parts."""

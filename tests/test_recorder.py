@@ -283,6 +283,7 @@ def test_a_view_is_recorded_once(records):
                 lineage=1,
                 seconds=0.5,
                 sync_s=0.25,
+                connect_s=0.125,
             )
     events = records.events("view_changed")
     assert [e["workers"] for e in events] == [[0, 1], [1]]

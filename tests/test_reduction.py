@@ -125,7 +125,7 @@ def test_not_a_number_has_the_same_bits_in_every_state(steps):
     for pattern in (0x7FC00000, 0xFFC00001):
         [sums] = steps.sums(steps.first)
         nan = np.array(pattern, np.uint32).view(np.float32)
-        state, *_ = steps.programs.update(steps.first, [sums.at[0, 0, 0].set(nan)], 12)
+        state, *_ = steps.update(steps.first, [sums.at[0, 0, 0].set(nan)], 12)
         states.append([bits_of(leaf) for leaf in state.leaves])
     assert states[0] == states[1]
     assert any(np.isnan(leaf).any() for leaf in state.leaves)

@@ -21,7 +21,7 @@ EVENT_FIELDS = {
     "worker_ready": {"worker", "pid", "seconds", "cpu_s", "compile_s"},
     "worker_exited": {"worker", "pid", "exit_code", "reason"},
     "worker_fenced": {"worker"},
-    "view_changed": {"workers", "step", "seconds", "sync_s"},
+    "view_changed": {"workers", "step", "seconds", "sync_s", "connect_s"},
     "time_spent": {"step", "steps", "seconds"},
     "state_synced": {"worker", "donor", "step", "bytes", "seconds", "digest"},
     "evaluated": {"step", "metrics", "seconds"},

@@ -141,6 +141,16 @@ def test_snapshots_come_every_so_many_seconds_and_not_twice_of_a_step(tmp_path, 
     assert bench.steps() == [3, 1]
 
 
+def test_who_has_become_the_lowest_does_not_begin_with_a_copy_that_is_waited_for(tmp_path, clock):
+    """On a GPU: the one before took a snapshot not long ago, and the others wait in that step."""
+    bench = Bench(tmp_path, small(1)[0], memory_every_s=5.0)
+    bench.saving._training_waits = True
+    for step, seconds in ((7, 0.0), (8, 4.9), (9, 0.2)):
+        clock.now += seconds
+        bench.commit(small(step)[1])
+    assert bench.steps() == [9]
+
+
 def test_what_is_slow_comes_more_rarely(tmp_path, clock):
     """At most a tenth of the time goes into snapshots."""
     bench = Bench(tmp_path, small(1)[0], memory_every_s=5.0)

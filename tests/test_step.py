@@ -20,6 +20,7 @@ import ftrain
 from ftrain.data import Source
 from ftrain.errors import TrainerError
 from ftrain.initial import initial_state, state_spec
+from ftrain.nonfinite import Nonfinite
 from ftrain.state import Committed, StateSpec
 from ftrain.step import StepPrograms
 from tests.test_state import EVERY_KIND, bits_of
@@ -118,7 +119,14 @@ class Steps:
         stop: Sequence[int] = (),
     ) -> tuple[Committed, dict[str, float], bool]:
         state = state or self.first
-        return self.programs.update(state, self.sums(state, split, stop), SHARDS * SIZE)[:3]
+        return self.update(state, self.sums(state, split, stop), SHARDS * SIZE)[:3]
+
+    def update(
+        self, state: Committed, sums: list[jax.Array], samples: int
+    ) -> tuple[Committed, dict[str, float], bool, Nonfinite | None]:
+        """The next state, metrics, whether to stop, and what is not finite."""
+        begun = self.programs.update(state, sums, samples)
+        return begun.state, *self.programs.result(state, begun, sums)
 
     def trees(self, state: Committed) -> tuple[Any, Any, Any]:
         return self.spec.trees(state.leaves)

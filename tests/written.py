@@ -89,6 +89,7 @@ class Written:
             step=self.step,
             seconds=seconds,
             sync_s=seconds / 2,
+            connect_s=seconds / 4,
         )
 
     def steps(self, last: int) -> None:

@@ -83,7 +83,7 @@ def _coordinator(env: Mapping[str, str], platform: str) -> Iterator[tuple[str, s
     """A coordinator for two workers: what it said, and its address; ended by its pipe's end."""
     read, write = os.pipe()
     argv = [sys.executable, "-m", "ftrain.coordinator", str(read), "2", platform, "10"]
-    argv += ["127.0.0.1", "0"]
+    argv += ["", "127.0.0.1", "0"]
     child = subprocess.Popen(
         argv,
         env=dict(env),

@@ -3,11 +3,12 @@
     python scripts/bench/overhead.py
     python scripts/bench/overhead.py --workers 4 --steps-ms 5 50 --pairs 5 --set batch_shards=4
 
-For each number of workers and each length of step the batch is chosen so that the plain loop's step
-takes about that long; then plain loop and ftrain train the same model on the same batch, one after
-the other, in the order that alternates. `waited`: the plain loop waits for each step's result, as
-one does that looks at its loss; `ahead`: it lets one step run ahead. ftrain's step is the time from
-one commit to the next. Prints medians over the pairs, and their range, and writes all to a file.
+For each number of workers and each length of step the batch is chosen so that the plain loop's
+step, run ahead, takes about that long; then plain loop and ftrain train the same model on the same
+batch, one after the other, in the order that alternates. `waited`: the plain loop waits for each
+step's result, as one does that looks at its loss; `ahead`: it lets one step run ahead. ftrain's
+step is the time from one commit to the next. Prints medians over the pairs, and their range, and
+writes all to a file.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def batch_for(arguments: argparse.Namespace, workers: int, step_ms: float) -> in
     """The batch with which the plain loop's step takes about so long."""
     batch, took = UNIT, 0.0
     for _ in range(3):
-        took = plain(arguments, sets_of(arguments, workers, batch), 20)["waited_ms"]
+        took = plain(arguments, sets_of(arguments, workers, batch), 60)["ahead_ms"]
         if 0.9 < took / step_ms < 1.1:
             break
         batch = max(UNIT, round(batch * min(100, step_ms / took) / UNIT) * UNIT)

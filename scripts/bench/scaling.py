@@ -35,6 +35,7 @@ class Service:
 
     def __init__(self, workers: int):
         argv = [sys.executable, "-m", "ftrain.coordinator", "{control}", str(workers), "cpu", "60"]
+        argv += ["", "127.0.0.1", "0"]
         env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
         self._child = Child(lambda ends: launch(argv, env, ends))
         began = time.monotonic()

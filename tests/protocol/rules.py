@@ -13,6 +13,9 @@ class Rules:
     r1_commit_on_barriers_word: bool = True
     """Off: a body that ended without an exception commits, whatever the exit barrier says."""
 
+    r1_ahead_is_of_committed_state: bool = True
+    """Off: gradients begun before the barrier are used whatever it said."""
+
     r2_view_is_incarnations: bool = True
     """Off: views are compared by ids, and an aborted step does not forget the agreed view."""
 
@@ -95,6 +98,9 @@ class Setting:
     """`cpu` (gloo: no cancellation but ftrain's own) or `gpu` (NCCL, cancelled by JAX)."""
 
     min_workers: int | None = None
+
+    lean: bool = False
+    """What is uncommitted is the sums: a while passes between the barrier's word and the state."""
 
     chaos_ticks: int = 7000
     """Length of the phase with faults. A committed step takes about 8 ticks of 4 workers."""

@@ -18,6 +18,8 @@ AS_DESIGNED = {
     "goes on": Setting(),
     "ends at step 40": ENDS,
     "ends at step 3": Setting(steps=3),
+    "goes on, lean": Setting(lean=True),
+    "ends at step 40, lean": Setting(steps=40, lean=True),
     "is stopped": STOPS,
     "is stopped, min_workers 2": Setting(stop_request=True, min_workers=2),
     "is stopped, the dead are not replaced": Setting(stop_request=True, replace_after_stop=False),
@@ -41,6 +43,13 @@ LEFT_OUT = [
         Setting(),
         range(20),
         {"GARBAGE"},
+    ),
+    Variant(
+        "gradients of a state that was not committed go into a step of the one that was",
+        ("r1_ahead_is_of_committed_state",),
+        Setting(),
+        range(20),
+        {"DIVERGED"},
     ),
     Variant(
         "a worker that restarts quickly is taken for its former life",

@@ -47,6 +47,7 @@ class Worker:
         self.block = 0  # of this use of the agreed view
         self.uses: Counter[Name] = Counter()
         self.save_rounds = 0
+        self.ahead: tuple[State, bool] | None = None  # gradients of that state, and a stop request
 
     def loop(self) -> Generator:
         yield calls.Pause()  # imports; compilation
@@ -70,6 +71,8 @@ class Worker:
             if failed or outcome is None:
                 self.abort(failed)
                 continue
+            if self.world.setting.lean:
+                yield calls.Pause()  # the update
             self.commit(outcome)
             if not self.rules.r8_leaving_is_agreed and self.at_target(outcome.state):
                 yield from self.leave_alone(before)
@@ -193,13 +196,22 @@ class Worker:
         self.act(agreed, "step")
         self.world.faults.local_error(self.process)
         reduced = yield calls.Collective(
-            agreed.name, agreed.use, agreed.view, "step", (state, self.process.stop_requested)
+            agreed.name, agreed.use, agreed.view, "step", self.gradients(state)
         )
         self.world.faults.local_error(self.process)
         # Garbage can read as anything, so as a stop request too.
         stopping = isinstance(reduced, Garbage) or reduced.stopping
         new_state = self.world.checks.next_state(state, reduced)
+        # Before the barrier has spoken, and with what this worker knows of its SIGTERM by now.
+        self.ahead = new_state, self.process.stop_requested
         return Outcome(agreed._replace(stopping=stopping), new_state, reduced)
+
+    def gradients(self, state: State) -> tuple[State, bool]:
+        """Of that state: those begun ahead, if they are of it, else new ones."""
+        ahead, self.ahead = self.ahead, None
+        if ahead and (ahead[0] == state or not self.rules.r1_ahead_is_of_committed_state):
+            return ahead
+        return state, self.process.stop_requested
 
     def wait_for_more(self, agreed: Agreed, state: State) -> Generator[Any, Any, Outcome]:
         """Below `min_workers` only the step is skipped (R9).
