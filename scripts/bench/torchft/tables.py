@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 # A side's own plain loop.
 BASELINES = (
@@ -73,28 +73,37 @@ def kills(rounds: list[dict]) -> str:
     return table(["", *found], rows)
 
 
-def throughput(runs: list[dict]) -> str:
-    if not runs:
+def throughput(rounds: list[dict]) -> str:
+    sides: dict[str, list[dict]] = {}
+    for r in rounds:
+        sides.setdefault(r["side"], []).append(r)
+    if not sides:
         return ""
 
-    def row(what: str, value) -> list[str]:
-        return [what, *(value(r) for r in runs)]
+    def row(what: str, cell: Callable[[list[dict]], str]) -> list[str]:
+        return [what, *map(cell, sides.values())]
+
+    def of_all(name: str) -> Callable[[list[dict]], str]:
+        return lambda runs: spread((value for r in runs for value in r[name]), 0)
+
+    def of_runs(name: str) -> Callable[[list[dict]], str]:
+        return lambda runs: ", ".join(f"{r.get(name, 0):,.0f}" for r in runs)
 
     rows = [
-        row("samples/s undisturbed", lambda r: spread(r["calm"], 0)),
-        row("samples/s with kills", lambda r: spread(r["killed"], 0)),
+        row("samples/s undisturbed", of_all("calm")),
+        row("samples/s with kills", of_all("killed")),
         row("kept, %", kept),
-        row("deaths", lambda r: str(r["deaths"])),
-        row("a sample was used", uses),
-        row("samples read and not used", lambda r: str(r.get("read_and_dropped", 0))),
-        row("peak memory of a worker, MB", lambda r: f"{r['peak_mb']:.0f}"),
-        row("memory of all processes, MB", lambda r: f"{r['total_mb']:.0f}"),
+        row("deaths", of_runs("deaths")),
+        row("a sample was used", lambda runs: ", ".join(map(uses, runs))),
+        row("samples read and not used", of_runs("read_and_dropped")),
+        row("peak memory of a worker, MB", of_runs("peak_mb")),
+        row("memory of all processes, MB", of_runs("total_mb")),
     ]
-    return table(["", *(r["side"] for r in runs)], rows)
+    return table(["", *sides], rows)
 
 
-def kept(run: dict) -> str:
-    pairs = zip(run["calm"], run["killed"], strict=True)
+def kept(runs: list[dict]) -> str:
+    pairs = [pair for r in runs for pair in zip(r["calm"], r["killed"], strict=True)]
     return spread((100 * killed / calm for calm, killed in pairs), 0)
 
 
