@@ -250,7 +250,7 @@ def worker_argv(
 @contextlib.contextmanager
 def process(output: Path, argv: list[str], env: dict[str, str]) -> Iterator[subprocess.Popen]:
     """A process that is ended, with what it has started, when the block is left."""
-    # One thread a process: torch's default of one a core makes four workers on two cores slower.
+    # One thread a process, for four workers on two cores; torch's default is one a core.
     own = {"NUM_REPLICA_GROUPS": str(WORKERS), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with open(output, "ab") as out:
         started = subprocess.Popen(

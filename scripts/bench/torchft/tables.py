@@ -44,21 +44,23 @@ def overhead(rounds: list[dict]) -> str:
     for size in dict.fromkeys(r["size"] for r in rounds):
         found = [r["ms"] for r in rounds if r["size"] == size]
         for name in dict.fromkeys(name for r in found for name in r):
-            rows.append([size, name, spread((r[name] for r in found if name in r), 1), "", ""])
+            steps = [r[name] for r in found if name in r]
+            rows.append([size, name, str(len(steps)), spread(steps, 1), "", ""])
         for side, baseline in BASELINES:
-            pairs = [(r[side], r[baseline]) for r in found if side in r]
+            pairs = [(r[side], r[baseline]) for r in found if side in r and baseline in r]
             if not pairs:
                 continue
             rows.append(
                 [
                     size,
                     f"{side} over {baseline}",
+                    str(len(pairs)),
                     "",
                     spread((ours - plain for ours, plain in pairs), 1),
                     spread((100 * (ours / plain - 1) for ours, plain in pairs), 0),
                 ]
             )
-    return table(["size", "", "step, ms", "more, ms", "more, %"], rows) if rows else ""
+    return table(["size", "", "rounds", "step, ms", "more, ms", "more, %"], rows) if rows else ""
 
 
 def kills(rounds: list[dict]) -> str:
