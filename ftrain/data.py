@@ -262,9 +262,10 @@ class ShardReader:
         A call of the data set, and a task for the thread, cost as much as many samples do.
         """
         missing = [s for s in shards if (cursor, s) not in self._reads and self._samples(cursor, s)]
-        for part in np.array_split(missing, min(self._threads, len(missing)) or 1):
-            future = self._pool.submit(self._fetch, cursor, part.tolist()) if part.size else None
-            for number, shard in enumerate(part.tolist()):
+        tasks = min(self._threads, len(missing))
+        for part in (missing[i::tasks] for i in range(tasks)):
+            future = self._pool.submit(self._fetch, cursor, part)
+            for number, shard in enumerate(part):
                 self._reads[cursor, shard] = _Read(future, number)
 
     def _fetch(self, cursor: int, shards: list[int]) -> list[Batch]:

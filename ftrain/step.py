@@ -43,7 +43,6 @@ class StepPrograms:
     """The compiled programs of a trainer, for one shape of shard and that of a shorter, last one.
 
     Attributes:
-      lean: whether an update takes the old state's memory, see `stepping`.
       at_once: shards that one program computes; from `lower` on 1 where the loss does not allow it.
       why_one_by_one: what the loss has against it then.
 
@@ -180,6 +179,8 @@ class StepPrograms:
             alone = self.gradients(state, held[:1], stop=False, one_by_one=True)
         if self._tree_shards:
             sums = self._add_program(sums, alone)
+        if self._lean:
+            jax.block_until_ready(self._judge_program(sums))
         jax.block_until_ready(self.update(state, sums, 0))
 
     def lacks(self, batch: Batch) -> bool:
@@ -288,9 +289,8 @@ class StepPrograms:
         self, state: Committed, sums: Buffers
     ) -> tuple[dict[str, float], bool, Nonfinite | None]:
         """As `result`, of the sums alone, before there is an update. Needs `lean`."""
-        told = self._told(self._judge_program(sums), self._plan.metric_names)
-        metrics, stop, bad = told
-        leaves = state.leaves
+        leaves, vector = state.leaves, self._judge_program(sums)
+        metrics, stop, bad = self._told(vector, self._plan.metric_names)
         found = explain(self._plan, self._spec, leaves, leaves, sums) if bad else None
         return metrics, stop, found
 

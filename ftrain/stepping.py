@@ -77,19 +77,36 @@ class Stepping:
         A collective, inside `live_devices`; raises what `DataPlane.sum` does, and the user's own.
         """
         shards = shards_of(plane.rank, len(plane.workers), self._config.batch_shards)
-        if self._config.commit == "lean":
-            return self._lean_step(plane, state, progress, shards)
-        new_state, metrics, stop, found = self._result(plane, state, shards, progress.one_by_one)
-        if found is not None and self._is_mixed(progress):
-            self.drop_ahead()
-            return Outcome(state, progress._replace(one_by_one=True))
-        new = Outcome(new_state, _after_step(progress, stop), metrics)
-        if found is not None:
-            new = self._not_finite(plane, state, progress.skipped, new, found)
-        self._with_digest(new)
+        sums = self._sum(plane, self._own_sums(state, shards, progress.one_by_one))
+        self._beat.phase("update")
+        lean = self._config.commit == "lean"
+        if lean:
+            new_state = self._counted_on(state)
+            metrics, stop, found = self._programs.judged(state, sums)
+        else:
+            begun = self._programs.update(state, sums, self._target.batch(state.cursor))
+            self._go_ahead(begun.state, shards)
+            new_state = begun.state
+            metrics, stop, found = self._programs.result(state, begun, sums)
         if stop or found is not None:
             self.drop_ahead()
+        if found is not None and self._is_mixed(progress):
+            return Outcome(state, progress._replace(one_by_one=True))
+        # The request to stop travelled in the sums: all stop at one step.
+        after = progress._replace(stopping="stop" if stop else "", skipped=0, one_by_one=False)
+        new = Outcome(new_state, after, metrics)
+        if found is not None:
+            new = self._not_finite(plane, state, progress.skipped, new, found)
+        elif lean:
+            return new._replace(apply=lambda: self._apply(state, sums))
+        if new.metrics is not None:
+            self._add_digest(new.state, new.metrics)
         return new
+
+    def _counted_on(self, state: Committed) -> Committed:
+        """The state after the next step, but for its leaves."""
+        samples = self._target.batch(state.cursor)
+        return state._replace(step=state.step + 1, cursor=state.cursor + samples)
 
     def _is_mixed(self, progress: Progress) -> bool:
         """Whether nobody can say which shard it was that is not finite, as long as it is one sum.
@@ -100,31 +117,10 @@ class Stepping:
         """
         return self._programs.at_once > 1 and not progress.one_by_one
 
-    def _with_digest(self, new: Outcome) -> Outcome:
-        if new.metrics is not None and self.digest_due(new.state.step):
-            new.metrics["digest"] = self._digests(new.state).hex()
-        return new
-
-    def _lean_step(
-        self, plane: DataPlane, state: Committed, progress: Progress, shards: list[int]
-    ) -> Outcome:
-        sums = self._sum(plane, self._own_sums(state, shards, progress.one_by_one))
-        metrics, stop, found = self._programs.judged(state, sums)
-        if found is not None and self._is_mixed(progress):
-            return Outcome(state, progress._replace(one_by_one=True))
-        samples = self._target.batch(state.cursor)
-        after = state._replace(step=state.step + 1, cursor=state.cursor + samples)
-        new = Outcome(after, _after_step(progress, stop), metrics)
-        if found is not None:
-            return self._with_digest(self._not_finite(plane, state, progress.skipped, new, found))
-        return new._replace(apply=lambda: self._apply(state, sums, samples))
-
-    def _apply(
-        self, state: Committed, sums: Buffers, samples: int
-    ) -> tuple[Committed, dict[str, Any]]:
+    def _apply(self, state: Committed, sums: Buffers) -> tuple[Committed, dict[str, Any]]:
         """The committed step's state and metrics; `state` is gone afterwards."""
         self._beat.phase("update")
-        begun = self._programs.update(state, sums, samples)
+        begun = self._programs.update(state, sums, self._target.batch(state.cursor))
         metrics, bad = self._programs.applied(begun)
         if bad:
             raise LeanUpdateError(
@@ -132,8 +128,12 @@ class Stepping:
                 "and with commit=lean the state before it is gone; the newest snapshot continues. "
                 "Look at optimizer() and update(), or set commit: ahead, which can skip such steps"
             )
-        done = self._with_digest(Outcome(begun.state, Progress(), metrics))
-        return done.state, done.metrics
+        self._add_digest(begun.state, metrics)
+        return begun.state, metrics
+
+    def _add_digest(self, state: Committed, metrics: dict[str, Any]) -> None:
+        if self.digest_due(state.step):
+            metrics["digest"] = self._digests(state).hex()
 
     def drop_ahead(self) -> None:
         """Lets go of what was begun ahead and will not be used, and of the memory that it holds."""
@@ -143,16 +143,6 @@ class Stepping:
         """Whether the members compare their digests of the state at that step."""
         every = self._config.digest_every_steps
         return bool(every) and step > 0 and step % every == 0
-
-    def _result(
-        self, plane: DataPlane, state: Committed, shards: list[int], one_by_one: bool
-    ) -> tuple[Committed, dict[str, Any], bool, Nonfinite | None]:
-        """The next state, and what its update told (`StepPrograms.result`)."""
-        sums = self._sum(plane, self._own_sums(state, shards, one_by_one))
-        self._beat.phase("update")
-        begun = self._programs.update(state, sums, self._target.batch(state.cursor))
-        self._go_ahead(begun.state, shards)
-        return begun.state, *self._programs.result(state, begun, sums)
 
     def _own_sums(self, state: Committed, shards: list[int], one_by_one: bool) -> list[Buffers]:
         """This worker's part of a step's sums: one, or a node of the tree each."""
@@ -241,8 +231,3 @@ class Stepping:
                 "what": one_line(found, owners),
             },
         )
-
-
-def _after_step(progress: Progress, stop: bool) -> Progress:
-    # The request to stop travelled in the sums: all stop at one step.
-    return progress._replace(stopping="stop" if stop else "", skipped=0, one_by_one=False)

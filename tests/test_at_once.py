@@ -140,7 +140,9 @@ def test_what_needs_each_by_itself_is_refused_beside_it(key, value):
         config(shards_at_once=2, **{key: value})
 
 
-@pytest.mark.parametrize("how", [{}, {"at_once": 2}, {"tree_shards": SHARDS}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{}, {"at_once": 2}, {"tree_shards": SHARDS}, {"lean": True}], ids=str
+)
 def test_every_program_can_be_run_before_there_is_a_state(how):
     """On zeros, whatever kinds of leaves the state has; the first real step is none the worse."""
     steps = Steps(Counted(), judged_shards=SHARDS, **how)
