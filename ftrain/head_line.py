@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ftrain.wire import Message, Wire, WireError
+from ftrain.wire import Message, Wire
 
 if TYPE_CHECKING:
     from ftrain.ears import Ears
@@ -83,10 +83,5 @@ class HeadLine:
 
     def _hear(self) -> None:
         wire = self._wire
-        try:
-            for message in wire.take():
-                self._take(message)
-                if self._wire is not wire:  # over by what it said
-                    return
-        except WireError as error:
-            self.end(str(error))
+        if why := wire.pass_on(self._take, lambda: self._wire is wire):
+            self.end(why)

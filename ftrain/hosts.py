@@ -16,7 +16,7 @@ from ftrain.config import HOST_OWN_KEYS, Config, changed_keys
 from ftrain.door import Door
 from ftrain.local_host import LocalHost
 from ftrain.remote_host import RemoteHost
-from ftrain.wire import VERSION, Message, Wire, WireError, see_off
+from ftrain.wire import VERSION, Message, Wire, see_off
 
 if TYPE_CHECKING:
     from ftrain.ears import Ears
@@ -179,13 +179,8 @@ class Hosts:
     # Agents.
 
     def _hear(self, host: RemoteHost, wire: Wire) -> None:
-        try:
-            for message in wire.take():
-                host.take(message)
-                if host.wire is not wire:  # lost by what it said
-                    return
-        except WireError as error:
-            self._lose(host, str(error))
+        if why := wire.pass_on(host.take, lambda: host.wire is wire):
+            self._lose(host, why)
 
     def _lose(self, host: RemoteHost, reason: str) -> None:
         self._ears.forget(host.wire)

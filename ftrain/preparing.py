@@ -91,13 +91,11 @@ def make_loop(
     from ftrain import runtime
     from ftrain.admission import Admission
     from ftrain.compile_lock import first_compiles
-    from ftrain.data import ShardReader
     from ftrain.digests import Digests
     from ftrain.identity import identity_of
     from ftrain.loop import StepLoop
     from ftrain.membership import Members
     from ftrain.restore import newest_step, restore_newest
-    from ftrain.saving import Saving
     from ftrain.stepping import Stepping
     from ftrain.table import Table
     from ftrain.target import target_of
@@ -123,24 +121,7 @@ def make_loop(
     if job.platform == "gpu":
         programs.warm_up()
     members = Members(started, report, local_error)
-    memory, fallback = Path(job.memory[0]), Path(job.memory[-1])
-    saving = Saving(
-        spec,
-        digests,
-        config.checkpoint,
-        folder=memory,
-        fallback=fallback,
-        run_dir=config.run_dir,
-        dataset_length=source.length,
-        patience_s=config.grace_s / 2,
-        copies=config.commit == "lean",
-        report=report,
-        news=control,
-        handover=Path(job.handover),
-        neighbours=job.neighbours,
-        history=job.past[0] if job.past else "",
-    )
-    places = list(dict.fromkeys([memory, fallback]))
+    saving = make_saving(job, config, spec, digests, source.length, report, control)
     begun = job.past[1] if job.past else None
 
     def first_state() -> Any:
@@ -151,7 +132,7 @@ def make_loop(
             spec,
             dataset_length=source.length,
             report=report,
-            memory=places,
+            memory=places_of(job),
             begun=begun,
             digest=digests,
         )
@@ -163,21 +144,10 @@ def make_loop(
         programs.check_shorter(target.shorter_shard(state.cursor, config.batch_shards))
         return state, restored.evaluated
 
-    reader = ShardReader(
-        source,
-        seed=config.seed,
-        shuffle=config.data.shuffle,
-        batch_size=config.batch_size,
-        batch_shards=config.batch_shards,
-        prefetch_steps=config.data.prefetch_steps,
-        threads=config.data.threads,
-        end=target.samples,
-    )
-
     def stop_requested() -> bool:
         return control.stop_requested() or saving.wants_stop()
 
-    compile = runtime.compile_shared
+    compile, reader = runtime.compile_shared, make_reader(config, source, target.samples)
     stepping = Stepping(config, target, programs, digests, reader, beat, stop_requested, compile)
     runtime.freeze_heap()
     return StepLoop(
@@ -200,7 +170,58 @@ def make_loop(
         started.forget_view,
         compile,
         make_profiler(config, beat),
-        restorable=0 if begun is None else newest_step(config.run_dir, places, begun),
+        restorable=0 if begun is None else newest_step(config.run_dir, places_of(job), begun),
+    )
+
+
+def places_of(job: Assignment) -> list[Path]:
+    """Where this worker's snapshots lie: in memory, and where else if need be."""
+    return list(dict.fromkeys([Path(job.memory[0]), Path(job.memory[-1])]))
+
+
+def make_saving(
+    job: Assignment,
+    config: Config,
+    spec: Any,
+    digests: Any,
+    dataset_length: int,
+    report: Callable[..., None],
+    control: Control,
+) -> Any:
+    """This worker's part in saving."""
+    from ftrain.saving import Saving
+
+    return Saving(
+        spec,
+        digests,
+        config.checkpoint,
+        folder=places_of(job)[0],
+        fallback=places_of(job)[-1],
+        run_dir=config.run_dir,
+        dataset_length=dataset_length,
+        patience_s=config.grace_s / 2,
+        copies=config.commit == "lean",
+        report=report,
+        news=control,
+        handover=Path(job.handover),
+        neighbours=job.neighbours,
+        history=job.past[0] if job.past else "",
+    )
+
+
+def make_reader(config: Config, source: Any, end: int | None) -> Any:
+    """Reads the training data up to the cursor `end`; None: there is always a next batch."""
+    from ftrain.data import ShardReader
+
+    return ShardReader(
+        source,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+        batch_size=config.batch_size,
+        batch_shards=config.batch_shards,
+        prefetch_steps=config.data.prefetch_steps,
+        threads=config.data.threads,
+        end=end,
     )
 
 

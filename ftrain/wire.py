@@ -21,7 +21,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 NONCE_BYTES = 32
@@ -152,6 +152,21 @@ class Wire:
     def _seal(self, side: str, count: int, body: bytes) -> bytes:
         text = side.encode() + struct.pack(">Q", count) + body
         return hmac.digest(self._key, text, hashlib.sha256)[:16]
+
+    def pass_on(self, take: Callable[[Message], None], goes_on: Callable[[], bool]) -> str:
+        """Hands over what has come, a message at a time, as long as `goes_on` says so after each.
+
+        Returns:
+          Why the connection is over, or "".
+        """
+        try:
+            for message in self.take():
+                take(message)
+                if not goes_on():  # over by what it said
+                    break
+        except WireError as error:
+            return str(error)
+        return ""
 
     def close(self) -> None:
         """Ends the connection."""

@@ -355,12 +355,8 @@ def large_memory() -> dict:
         with run_of(f"memory-{name}", LARGE, *sets, *more) as run:
             run.wait_for_step(100)
             out[name] = {"memory_mib": memory_mib(), **started(run), "exit": stop(run)}
-            state = host_bytes_of(run)
+            state = run.events("state_synced")[0]["bytes"]
     return {**out, "state_mib": state / 2**20}
-
-
-def host_bytes_of(run: Run) -> int:
-    return run.events("state_synced")[0]["bytes"]
 
 
 @part(100)
