@@ -22,6 +22,7 @@ from ftrain.beat import Beat
 from ftrain.errors import AttemptFailedError
 
 ANYBODY = "any"
+TOGETHER_TIMEOUT_S = 10
 _loops: list[Any] = []  # this process's step loop, once it runs
 
 
@@ -35,7 +36,8 @@ def order(
       fault: a name of `FAULTS`.
       at: a phase, or another place where the trainer calls `obey`.
       worker: which one, or whoever comes first.
-      options: for the fault; `incarnation` restricts who takes it, `after_step` from when on.
+      options: for the fault; `incarnation` restricts who takes it, `after_step` from when on;
+        `together` of them are taken before any is carried out.
     """
     folder = Path(run_dir) / "orders"
     folder.mkdir(parents=True, exist_ok=True)
@@ -99,7 +101,17 @@ def obey(place: str, step: int = -1) -> None:
             claimed = path.rename(folder / f"{path.name}.claimed-{mine}")
             claimed.write_text(str(time.time()))
             claimed.rename(folder / f"{path.name}.taken-{mine}")
+            _wait_for_others(folder, place, told.get("together", 1))
             FAULTS[told["fault"]](told)
+
+
+def _wait_for_others(folder: Path, place: str, together: int) -> None:
+    """Whoever dies first makes the others' attempt fail, perhaps before they have come here."""
+    deadline = time.monotonic() + TOGETHER_TIMEOUT_S
+    while len(list(folder.glob(f"*-{place}.taken-*"))) < together:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{together} orders at {place}: not taken together in {folder}")
+        time.sleep(0.001)
 
 
 def flip_bit(array: Any) -> Any:

@@ -149,10 +149,9 @@ def test_the_same_error_on_all_at_once_stops_with_the_first_cause_last(tmp_path,
     """No restart can help: exit 3 within seconds, one traceback, though four have died."""
     run_dir = tmp_path / "run"
     with running("tests/paced.yaml", run_dir, TRAINERS + "Ordered") as run:
-        run.wait_for_step(20)
         for worker in range(4):
-            order(run_dir, fault, AFTER, worker)
-        assert run.finish(30) == 3
+            order(run_dir, fault, AFTER, worker, after_step=20, together=4)
+        assert run.finish(60) == 3
         assert run.output.rstrip().endswith(says)
         assert "the same error came on all 4 workers; the first was" in run.output
         check_nothing_left(run)
