@@ -24,7 +24,10 @@ from tests.runs import Run, running
 
 
 def measure(run: Run, worker: int) -> dict[str, float]:
-    """One kill: seconds to the survivors' next commit, and from the restart to its first commit."""
+    """One kill: how the others went on, and how it came back, in parts that add up. Seconds.
+
+    `*` marks the parts of what is above them; for those marked `**` the others wait too.
+    """
     seen, before = len(run.events()), len(run.metrics())
     t = run.kill(worker)
     commit = run.wait_until(
@@ -32,8 +35,6 @@ def measure(run: Run, worker: int) -> dict[str, float]:
         lambda: next((m for m in run.metrics()[before:] if worker not in m["workers"]), None),
     )
     back = run.wait_back(worker, seen)
-    started = run.wait_for_event("worker_started", after=seen, worker=worker)
-    ready = run.wait_for_event("worker_ready", after=seen, worker=worker)
     first = run.wait_until(
         "its first commit",
         lambda: next(
@@ -41,14 +42,43 @@ def measure(run: Run, worker: int) -> dict[str, float]:
             None,
         ),
     )
+    exited, aborted, started, ready = (
+        run.wait_for_event(name, after=seen, **of)
+        for name, of in (
+            ("worker_exited", {"worker": worker}),
+            ("step_aborted", {}),
+            ("worker_started", {"worker": worker}),
+            ("worker_ready", {"worker": worker}),
+        )
+    )
+    views = run.events("view_changed")
+    without = next(v for v in views if v["t"] > t and worker not in v["workers"])
+    joined = next(v for v in reversed(views) if v["t"] < first["t"] and worker in v["workers"])
     return {
         "worker": worker,
-        "kill_to_commit_s": commit["t"] - t,
-        "restart_to_commit_s": first["t"] - started["t"],
-        "start_cpu_s": ready["cpu_s"],
-        "kill_to_back_s": first["t"] - t,
-        "sync_s": back["seconds"],
-        "survivors_waited_s": first["step_time_s"],
+        "kill to the others' commit": commit["t"] - t,
+        "* detect": exited["t"] - t,
+        "* cancel and fence": aborted["t"] - exited["t"],
+        "* next block": without["t"] - without["seconds"] - aborted["t"],
+        **_entering(without),
+        "* step": commit["t"] - without["t"],
+        "restart to its commit": first["t"] - started["t"],
+        "* import": ready["t"] - started["t"] - ready["compile_s"],
+        "* compile": ready["compile_s"],
+        "* let go and join": joined["t"] - joined["seconds"] - ready["t"],
+        **{f"*{name}": value for name, value in _entering(joined).items()},
+        "** step": first["t"] - joined["t"],
+        "its CPU until ready": ready["cpu_s"],
+        "kill to its commit": first["t"] - t,
+        "the others' longest step": first["step_time_s"],
+    }
+
+
+def _entering(view: dict[str, float]) -> dict[str, float]:
+    return {
+        "* settle": view["seconds"] - view["sync_s"],
+        "* communicators": view["connect_s"],
+        "* state": view["sync_s"] - view["connect_s"],
     }
 
 
@@ -69,14 +99,8 @@ def main() -> None:
         workers = run.events("run_started")[0]["config"]["cluster"]["workers"]
         for number in range(arguments.kills):
             rows.append(measure(run, draw.randrange(workers)))
-            print(
-                number,
-                " ".join(
-                    f"{k}={v:.3f}" if isinstance(v, float) else f"{k}={v}"
-                    for k, v in rows[-1].items()
-                ),
-                flush=True,
-            )
+            whole = [f"{k} {v:.3f}" for k, v in rows[-1].items() if "*" not in k]
+            print(number, *whole, sep=", ", flush=True)
             run.wait_for_step(run.metrics()[-1]["step"] + arguments.pause_steps)
         os.kill(run.process.pid, signal.SIGTERM)
         code = run.finish()
@@ -84,7 +108,7 @@ def main() -> None:
         if name != "worker":
             values = sorted(row[name] for row in rows)
             print(
-                f"{name:22} median {statistics.median(values):.3f}  "
+                f"{name:28} median {statistics.median(values):.3f}  "
                 f"min {values[0]:.3f}  max {values[-1]:.3f}"
             )
     print(
