@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from ftrain.errors import DatasetError
-from ftrain.order import sample_indices
+from ftrain.order import ShardOrder
 
 INDICES_TOLD = 8
 
@@ -226,9 +226,17 @@ class ShardReader:
         threads: int,
         end: int | None = None,
     ):
-        self._source, self._seed, self._shuffle = source, seed, shuffle
+        self._source = source
         self._end = end  # the cursor at the end of the run; None: there is always a next batch
         self._batch_size, self._shard_size = batch_size, batch_size // batch_shards
+        self._order = ShardOrder(
+            source.length,
+            seed=seed,
+            shuffle=shuffle,
+            batch_size=batch_size,
+            shard_size=self._shard_size,
+            shards=batch_shards,
+        )
         self._prefetch_steps = prefetch_steps
         self._threads = threads
         self._pool = concurrent.futures.ThreadPoolExecutor(threads, "ftrain-data")
@@ -283,10 +291,7 @@ class ShardReader:
 
     def _indices(self, cursor: int, shard: int) -> np.ndarray:
         start = cursor + shard * self._shard_size
-        positions = np.arange(start, start + self._samples(cursor, shard), dtype=np.int64)
-        return sample_indices(
-            positions, self._source.length, seed=self._seed, shuffle=self._shuffle
-        )
+        return self._order.samples(start)[: self._samples(cursor, shard)]
 
     def name(self, cursor: int, shard: int) -> str:
         """What a shard's samples are found by: `2 samples from cursor 54 on, 7 2 of dataset()`."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftrain.order import permute, sample_indices
+from ftrain.order import TOGETHER, ShardOrder, sample_indices
 
 QUICK = settings(max_examples=60, deadline=None, database=None)
 LARGE = (4095, 4096, 4097, 65_537, 100_003)
@@ -24,6 +24,10 @@ def order(start: int, stop: int, length: int, *, seed: int = 7, shuffle: bool = 
     return sample_indices(np.arange(start, stop), length, seed=seed, shuffle=shuffle)
 
 
+def epoch_of(length: int, seed: int, epoch: int = 0) -> np.ndarray:
+    return order(epoch * length, (epoch + 1) * length, length, seed=seed) - epoch * length
+
+
 def is_permutation(values: np.ndarray) -> bool:
     return np.array_equal(np.sort(values), np.arange(len(values)))
 
@@ -31,21 +35,21 @@ def is_permutation(values: np.ndarray) -> bool:
 @pytest.mark.parametrize("seed", [0, 1, 2**32 - 1])
 def test_every_sample_of_a_small_epoch_comes_once(seed):
     """For each length from 1 to 300 an epoch is a permutation of its samples."""
-    bad = [n for n in range(1, 301) if not is_permutation(permute(np.arange(n), n, key=(seed, 0)))]
+    bad = [n for n in range(1, 301) if not is_permutation(epoch_of(n, seed))]
     assert bad == []
 
 
 @pytest.mark.parametrize("length", LARGE)
 def test_every_sample_of_a_large_epoch_comes_once(length):
     """Lengths at and around powers of two, and primes, are permuted too."""
-    assert is_permutation(permute(np.arange(length), length, key=(3, 5)))
+    assert is_permutation(epoch_of(length, 3, 5))
 
 
 @QUICK
 @given(st.integers(1, 5000), seeds, epochs)
 def test_any_key_permutes_any_length(length, seed, epoch):
     """No length, seed or epoch breaks the permutation."""
-    assert is_permutation(permute(np.arange(length), length, key=(seed, epoch)))
+    assert is_permutation(epoch_of(length, seed, epoch))
 
 
 @QUICK
@@ -54,7 +58,7 @@ def test_different_positions_of_a_huge_epoch_are_different_samples(length, seed,
     """Injective and inside the range where nobody can list the whole epoch."""
     draw = st.integers(0, length - 1)
     values = data.draw(st.lists(draw, min_size=1, max_size=50, unique=True))
-    out = permute(np.array(values), length, key=(seed, 0))
+    out = sample_indices(np.array(values), length, seed=seed, shuffle=True)
     assert len(set(out.tolist())) == len(values)
     assert out.min() >= 0 and out.max() < length
 
@@ -105,6 +109,26 @@ def test_a_sample_depends_on_its_position_alone(positions, seed):
     together = sample_indices(np.array(positions), 100, seed=seed, shuffle=True)
     alone = [int(order(p, p + 1, 100, seed=seed)[0]) for p in positions]
     assert together.tolist() == alone
+
+
+@QUICK
+@given(
+    st.integers(1, 3 * TOGETHER),
+    st.integers(1, 5),
+    st.sampled_from([1, 40, TOGETHER // 2, TOGETHER, TOGETHER + 1]),
+    st.lists(st.integers(0, 300), min_size=1, max_size=5),
+    st.integers(0, 7),
+    seeds,
+)
+def test_a_shard_s_samples_are_the_same_found_with_others(length, shards, size, steps, first, seed):
+    """Whatever steps are asked for, over the end of an epoch, from whatever cursor on."""
+    batch = shards * size
+    found = ShardOrder(
+        length, seed=seed, shuffle=True, batch_size=batch, shard_size=size, shards=shards
+    )
+    for step in steps:
+        start = first + step * batch + (shards - 1) * size
+        assert np.array_equal(found.samples(start), order(start, start + size, length, seed=seed))
 
 
 def test_a_batch_of_a_billion_samples_takes_the_memory_of_a_batch():
