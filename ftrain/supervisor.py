@@ -82,6 +82,7 @@ class Supervisor:
         self._begun = begun_in(records)
         log.listen(self._on_event)
         self._shown_at = float("-inf")
+        self._ticked_at = float("-inf")
         self._recorder = Recorder(config.run_dir, log, self._on_fact, self._lease)
         self._logs = Logs(config.run_dir)
         self._slots = [Slot(i) for i in range(config.cluster.workers)]
@@ -175,7 +176,12 @@ class Supervisor:
         self._sinks.start(self._ears, self._logs, self._screen.line)
         while self._verdict is None:
             self._ears.wait(TICK_S)
-            self._tick()
+            now = time.monotonic()
+            self._go_on()
+            if now > self._ticked_at + TICK_S / 2:  # not at every word of a worker's
+                self._ticked_at = now
+                self._tick(now)
+            self._judge(now)
         code, reason = self._verdict
         if self._lease is not None:  # before anything is silent: nobody is to take over now
             with contextlib.suppress(OSError):
@@ -501,12 +507,10 @@ class Supervisor:
         going = sum(s.going and s.child is not None for s in self._slots)
         return going >= self._config.cluster.min_workers and self._recorder.step > slot.died_step
 
-    # The clock.
+    # After every event, and with the clock.
 
-    def _tick(self) -> None:
-        now = time.monotonic()
-        if self._lease is not None:
-            self._lease.tick(now)
+    def _go_on(self) -> None:
+        """Starts what an event has made possible."""
         if self._coordination.child is None and not any(s.child for s in self._slots):
             if self._stop_signal:
                 self._end(EXIT_TRY_AGAIN, f"{self._stop_signal}")
@@ -514,17 +518,21 @@ class Supervisor:
                 self._coordination.generation += 1
                 self._first_ready_at = None
                 self._start_coordinator()
-        self._coordination.end_if_deaf(now)
-        self._local.tick(self._other_pids())
-        self._hosts.tick(now)
         self._start_due()
         self._let_go()
         if any(s.going for s in self._slots):
             self._keeper.prepare()  # its imports are done when the first save is due
+
+    def _tick(self, now: float) -> None:
+        """Looks at what only time can tell."""
+        if self._lease is not None:
+            self._lease.tick(now)
+        self._coordination.end_if_deaf(now)
+        self._local.tick(self._other_pids())
+        self._hosts.tick(now)
         self._keeper.tick(now)
         self._warden.tick(now, self._coordination.child)
         self._sinks.tick(now)
-        self._judge(now)
         if now > self._shown_at + STATUS_EVERY_S:
             self._shown_at = now
             self._show()

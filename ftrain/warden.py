@@ -35,7 +35,7 @@ class Warden:
     ):
         self._slots, self._rules = slots, rules
         self._log, self._logs, self._story = log, logs, story
-        self._asked: tuple[Slot, float] | None = None  # for its stacks, and when
+        self._asked: tuple[Slot, str, float] | None = None  # for its stacks, in which phase, when
         self._dump = ""  # what it has written so far
         self._ended_at = 0.0
 
@@ -113,11 +113,11 @@ class Warden:
         slot.new_stacks()  # what was there before is of no interest
         if not slot.child.is_stopped():
             slot.child.signal(STACK_SIGNAL)
-        self._asked, self._dump = (slot, now), ""
+        self._asked, self._dump = (slot, hang.phase, now), ""
 
     def _end_asked(self, now: float) -> None:
         """Ends the worker that was asked, once it has answered or its time is up."""
-        slot, asked_at = self._asked
+        slot, phase, asked_at = self._asked
         if slot.child is None or not slot.hung:  # it has ended meanwhile
             self._asked = None
             return
@@ -128,7 +128,8 @@ class Warden:
             self._asked, self._ended_at = None, now
             for line in self._dump.splitlines():
                 self._logs.worker(slot.worker, line)
-            stack = culprit(read_stacks(self._dump), slot.reading().phase)
+            # The phase that it hung in: a call that the signal interrupted may have gone on.
+            stack = culprit(read_stacks(self._dump), phase)
             self._story.worker_hangs(slot, stack, stopped=stopped)
             slot.child.kill()
 
