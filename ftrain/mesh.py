@@ -62,7 +62,7 @@ class DataPlane:
         self._table, self._compile = table, compile
         self._home = jax.local_devices()[0]
         self._mesh = Mesh(np.array(devices).reshape(len(self.workers), -1), ("worker", "device"))
-        self._device = self._mesh.devices[self.rank][0]
+        self._sharding = NamedSharding(self._mesh, P("worker", "device"))
         self._programs: dict[tuple, jax.stages.Compiled] = {}
 
     def connect(self) -> None:
@@ -126,14 +126,7 @@ class DataPlane:
         A collective, for two members or more, and it raises, as `sum`. Waits for the result.
         """
         try:
-            sharding = NamedSharding(self._mesh, P("worker", "device"))
-            shards = [jax.device_put(b, self._device) for b in buffers]
-            joined = [
-                jax.make_array_from_single_device_arrays(
-                    (len(self.workers), *b.shape[1:]), sharding, [b]
-                )
-                for b in shards
-            ]
+            joined = [self._joined(buffer) for buffer in buffers]
             program = self._program(name, body, joined)
             summed = self._execute(program, joined, ready)
         except (ValueError, jax.errors.JaxRuntimeError) as error:
@@ -142,7 +135,16 @@ class DataPlane:
             if "RESOURCE_EXHAUSTED" in str(error):
                 raise
             raise AttemptFailedError(f"sum over workers {self.workers}: {error}") from error
-        return [jax.device_put(s.addressable_shards[0].data, self._home) for s in summed]
+        return [jax.device_put(s.addressable_data(0), self._home) for s in summed]
+
+    def _joined(self, buffer: jax.Array) -> jax.Array:
+        """This worker's part of an array over the view's devices."""
+        shape = (len(self.workers), *buffer.shape[1:])
+        if self._home.platform != "cpu":
+            return jax.make_array_from_single_device_arrays(shape, self._sharding, [buffer])
+        # The view has a client of its own, but of the same memory: a copy would be waste.
+        own = np.asarray(buffer)
+        return jax.make_array_from_callback(shape, self._sharding, lambda _: own)
 
     def _execute(
         self,
