@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import ftrain
 from ftrain.state import to_host
@@ -65,6 +66,7 @@ class Odd(Paced):
             print(f"all bits as they were, in incarnation {os.environ['FTRAIN_INCARNATION']}")
 
 
+@pytest.mark.slow
 def test_an_odd_state_is_the_same_after_a_rejoin_and_from_a_checkpoint(tmp_path):
     """Treedef, dtypes and bits, as the worker sees them that got them; another dtype is refused."""
     sets = [TRAINER, "cluster.workers=2"]

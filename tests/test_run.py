@@ -108,7 +108,9 @@ def test_finished_run_says_so_and_larger_steps_continue(tmp_path):
         assert run.events("run_started")[1]["changed"] == {"steps": [30, 50]}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_stop_saves_exits_75_and_the_same_command_continues(tmp_path, number):
     """A signal ends the run at a step that all agree on; no step is lost or done twice."""
     with running("tests/paced.yaml", tmp_path / "run", "steps=120") as run:

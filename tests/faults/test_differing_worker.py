@@ -26,7 +26,7 @@ SAYS = {
     "worker, what",
     [
         (2, "x64"),
-        (0, "loss"),
+        pytest.param(0, "loss", marks=pytest.mark.slow),
         pytest.param(2, "version", marks=pytest.mark.slow),
         pytest.param(3, "data", marks=pytest.mark.slow),
     ],

@@ -29,7 +29,7 @@ CONFIG = (
 
 
 # All of them with `-m slow`; here those in which the others are most entangled with the dead one.
-OFTEN = ("settle", "sync", "gradient", "reduce", "update", "hook")
+OFTEN = ("settle", "sync", "reduce", "update")
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,7 @@ def test_a_survivor_that_its_collective_does_not_let_go_is_replaced(tmp_path):
         assert run.events("hang_detected", "checkpoint_restored") == []
 
 
+@pytest.mark.slow
 def test_kills_do_not_change_what_is_learned(tmp_path):
     """The loss of every step equals the failure-free run's, up to rounding."""
     losses = []

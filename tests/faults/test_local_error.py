@@ -99,12 +99,12 @@ def test_missing_file_is_refused_before_anything_starts(tmp_path):
 
 KINDS = [
     ("memory", BEFORE, "MemoryError: cannot allocate 8 GiB"),
-    ("exit", "dataset", "SystemExit: 0"),
     ("bug", LATER, "RuntimeError: a bug of the user's"),
     ("segfault", AFTER, "SIGSEGV in string_at"),
-    ("leave", LATER, "exit code 0 before the end of the run"),
 ]
 MORE = [
+    ("exit", "dataset", "SystemExit: 0"),
+    ("leave", LATER, "exit code 0 before the end of the run"),
     ("device_memory", AFTER, "JaxRuntimeError: RESOURCE_EXHAUSTED"),
     ("exit", BEFORE, "SystemExit: 0"),
     ("interrupt", AFTER, "KeyboardInterrupt"),

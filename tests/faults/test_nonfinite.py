@@ -145,7 +145,9 @@ def test_ignore_commits_what_comes(tmp_path):
         assert not np.isfinite(ftrain.load_params(str(run.run_dir))["w"]).any()
 
 
-@pytest.mark.parametrize(("reaction", "code"), [("stop", 3), ("skip", 0)])
+@pytest.mark.parametrize(
+    ("reaction", "code"), [("stop", 3), pytest.param("skip", 0, marks=pytest.mark.slow)]
+)
 def test_debug_does_the_same_with_one_worker(tmp_path, reaction, code):
     """Its exit code and last lines are those of a run."""
     sets = ["steps=30", f"on_nonfinite={reaction}", *poisoned(SAMPLE, SAMPLE)]
