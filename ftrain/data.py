@@ -252,17 +252,31 @@ class ShardReader:
           DatasetError, or whatever the data set raised.
         """
         shards = list(shards)
+        self._read(cursor, shards)
+        self.read_ahead(cursor, shards)
+        return self._take(cursor, shards)
+
+    def ready(self, cursor: int, shards: Sequence[int]) -> list[tuple[int, Batch | None]] | None:
+        """As `shards`, if they have been read; else None. Never waits, raises or reads."""
+        keys = [(cursor, s) for s in shards if self._samples(cursor, s)]
+        if not all(key in self._reads and self._reads[key].is_there() for key in keys):
+            return None
+        return self._take(cursor, shards)
+
+    def read_ahead(self, cursor: int, shards: Sequence[int]) -> None:
+        """Begins to read the same shards of the steps after the one that starts at `cursor`.
+
+        Where something is about to be dispatched, that comes first: the thread that begins to read
+        takes the interpreter's lock from who would dispatch it.
+        """
         for key in [key for key in self._reads if key[0] < cursor]:
             self._reads.pop(key).future.cancel()
-        for step in range(1 + self._prefetch_steps):
+        for step in range(1, 1 + self._prefetch_steps):
             self._read(cursor + step * self._batch_size, shards)
+
+    def _take(self, cursor: int, shards: Sequence[int]) -> list[tuple[int, Batch | None]]:
         reads = [self._reads.pop((cursor, s), None) for s in shards]
         return [(s, read and read.batch()) for s, read in zip(shards, reads, strict=True)]
-
-    def has(self, cursor: int, shards: Iterable[int]) -> bool:
-        """Whether `shards` would give those at once, and without an error."""
-        keys = [(cursor, s) for s in shards if self._samples(cursor, s)]
-        return all(key in self._reads and self._reads[key].is_there() for key in keys)
 
     def _read(self, cursor: int, shards: Sequence[int]) -> None:
         """Has those read that are not yet: all in one go, or in as many as there are threads.

@@ -83,7 +83,7 @@ class StateSpec:
     paths: tuple[str, ...]
     leaves: tuple[jax.ShapeDtypeStruct, ...]
 
-    @property
+    @functools.cached_property
     def counts(self) -> tuple[int, int, int]:
         """The number of leaves of params, opt_state and model_state."""
         return tuple(t.num_leaves for t in self.treedefs)  # type: ignore[return-value]

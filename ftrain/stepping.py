@@ -176,12 +176,12 @@ class Stepping:
         whole = self._target.batch(state.cursor) == self._config.batch_size
         if self._target.reached(state.step, state.cursor) or not whole:
             return
-        if self._reader.has(state.cursor, shards):
-            self._beat.phase("data")
-            batches = self._reader.shards(state.cursor, shards)
+        batches = self._reader.ready(state.cursor, shards)
+        if batches is not None:
             self._beat.phase("gradient")
             self._ahead = _Ahead(state, shards, self._begin(state, batches))
             self._beat.phase("update")
+            self._reader.read_ahead(state.cursor, shards)
 
     def _compile_shorter(self, batches: list[tuple[int, Batch | None]]) -> None:
         """The program of the run's last, shorter shard: by the one that has it, once it is due."""

@@ -409,6 +409,22 @@ def test_an_exception_of_the_data_set_surfaces_where_the_samples_are_used():
         own.shards(6, [0])
 
 
+def test_what_has_been_read_is_ready_and_what_has_not_is_not_waited_for():
+    """Asking reads nothing, and does not show the error of what could not be read."""
+    source = Recording(100)
+    own = reader(source, prefetch_steps=0)
+    source.read.clear()
+    assert own.ready(0, [0]) is None
+    own.read_ahead(-6, [0])  # nothing: so many steps ahead as it was told
+    assert own.ready(0, [0]) is None and not source.read
+    own = reader(source)
+    own.shards(0, [0])  # reads 6 and 7 ahead
+    assert until_read(source, 4)[-2:] == [6, 7]
+    own.shards(0, [1])  # after what its one thread was at
+    assert values(own.ready(6, [0])) == {0: [6, 7]}
+    assert own.ready(6, [0]) is None  # it was taken
+
+
 def test_a_read_that_failed_is_tried_again():
     """The step's second attempt does not meet the first one's stored exception."""
 

@@ -47,11 +47,14 @@ class Reader:
     def __init__(self):
         self.late: set[int] = set()
 
-    def has(self, cursor, shards):
-        return cursor not in self.late
+    def ready(self, cursor, shards):
+        return None if cursor in self.late else self.shards(cursor, shards)
 
     def shards(self, cursor, shards):
         return [(shard, ["batch"]) for shard in shards]
+
+    def read_ahead(self, cursor, shards):
+        pass
 
 
 @pytest.fixture
