@@ -15,6 +15,18 @@ class Verdict(NamedTuple):
     reason: str
 
 
+class Ending:
+    """Where whoever finds that the run must end says so."""
+
+    def __init__(self) -> None:
+        self.verdict: Verdict | None = None
+
+    def __call__(self, exit_code: int, reason: str) -> None:
+        """Ends the run; what was said first counts."""
+        if self.verdict is None:
+            self.verdict = Verdict(exit_code, reason)
+
+
 def by_agreement(reason: str, step: int, stop_signal: str) -> Verdict:
     """The workers have left together, and say why (rule R8)."""
     match reason:

@@ -142,7 +142,8 @@ LAYERS = [
     ["worker"],
     ["local_host"],
     ["remote_host"],
-    ["hosts", "coordination", "crew", "head_line"],
+    ["hosts", "coordination", "crew", "head_line", "words"],
+    ["lives"],
     ["supervisor", "agent"],
     ["run_hosts"],
     ["check", "debug", "template", "checkpoints", "sink_process"],
@@ -161,7 +162,7 @@ PROCESS_SIDE = set(
     run_now board panel status lanes report
     agent coordination door hosts local_host meeting_point remote_host run_hosts run_token
     undertaker wire
-    caller crew head_line headship history journal lease succession
+    caller crew head_line headship history journal lease lives succession words
     addresses endpoint interfaces node_list placement schedulers
     sinks sink_process prometheus tensorboard following
     chaos.hook chaos.plan chaos.network chaos.disk chaos.orders chaos.live chaos.faults
