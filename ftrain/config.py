@@ -175,8 +175,8 @@ class Config(Section):
     seed: Seed = 0  # decides initialisation, sample order and the trainer's randomness
     batch_size: Count32  # samples a step over all workers, however many live; larger: slower steps
     batch_shards: Count = 1  # equal parts of a batch (default: see _with_shards); larger: slower
-    shards_at_once: Multiple = None  # by one program; null: as many as a worker has while all live;
-    # fewer: less memory, like gradient accumulation. 1: each by itself, as reproducible needs it
+    shards_at_once: Multiple = None  # by one program; null: as many as a worker has while all live,
+    # or 1 where that is quicker; fewer: less memory. 1: each by itself, as reproducible needs it
     reduction: Reduction = "fast"  # reproducible: the same bits whoever lives; more traffic, slower
     reduce_dtype: Dtype = "float32"  # of gradient sums; param: their own, less traffic, less exact
     on_nonfinite: Reaction = "stop"  # a nan or infinite loss, gradient or update: stop; skip the

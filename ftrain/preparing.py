@@ -264,6 +264,7 @@ def trace(
         table_size=config.batch_shards * HEADER.size,
         tree_shards=config.batch_shards if config.reduction == "reproducible" else None,
         at_once=shards_at_once(config, spec),
+        if_it_pays=config.shards_at_once is None,
         lean=config.commit == "lean",
     )
     programs.check_shorter(target.shorter_shard(0, config.batch_shards))

@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     from ftrain.data import Batch
 
 
+# Operations of a shard's gradient. On CPU a contraction under `vmap` has two axes, which XLA first
+# transposes; above so many that costs more than calling a program for each shard (measured for 3
+# and 12 shards, jax 0.10.2: docs/speed.md).
+LARGE_SHARD_FLOPS = 1e8
+
+
 class Begun(NamedTuple):
     """An update on its way: the next state, uncommitted, and the scalars that tell of the step."""
 
@@ -43,7 +49,8 @@ class StepPrograms:
     """The compiled programs of a trainer, for one shape of shard and that of a shorter, last one.
 
     Attributes:
-      at_once: shards that one program computes; from `lower` on 1 where the loss does not allow it.
+      at_once: shards that one program computes; from `lower` on 1 where the loss does not allow it,
+        or where it does not pay.
       why_one_by_one: what the loss has against it then.
 
     Args:
@@ -54,6 +61,7 @@ class StepPrograms:
       tree_shards: the shards of a step if they are summed in the order of the tree, by `nodes`.
       lean: whether an update takes the old state's memory, see `stepping`.
       at_once: shards that one program computes where a worker holds so many; 1: each by itself.
+      if_it_pays: whether large shards are to be computed by themselves all the same.
     """
 
     def __init__(
@@ -69,11 +77,13 @@ class StepPrograms:
         judged_shards: int = 0,
         tree_shards: int | None = None,
         at_once: int = 1,
+        if_it_pays: bool = False,
         lean: bool = False,
     ):
         self._spec, self._tree_shards, self.table_size = spec, tree_shards, table_size
         self._lean = lean
         self.at_once, self.why_one_by_one = at_once, ""
+        self._if_it_pays = if_it_pays
         self._params, self._opt, self._model = spec.split(spec.leaves)
         self._batch = list(batch_shapes)
         self._loss = ShardLoss(trainer, spec, batch_tree, seed)
@@ -115,8 +125,11 @@ class StepPrograms:
     def lower(self) -> None:
         """Traces all programs. Python's work, which no cache saves and nobody need wait for."""
         index, buffers = jax.ShapeDtypeStruct((), jnp.int32), self.buffer_shapes
+        shard = self._lower_shard(self._batch)
+        if self._if_it_pays and _is_large(shard):
+            self.at_once = 1
         self._lowered = (
-            self._lower_shard(self._batch),
+            shard,
             jax.jit(self._plan.empty).lower(jax.ShapeDtypeStruct((), jnp.float32)),
             jax.jit(self._update, donate_argnums=(0, 1, 2) if self._lean else ()).lower(
                 self._params, self._opt, self._model, buffers, index, index
@@ -301,6 +314,13 @@ class StepPrograms:
         if weight == 0:
             metrics["weight"] = 0.0
         return metrics, stop > 0, bool(bad)
+
+
+def _is_large(shard: jax.stages.Lowered) -> bool:
+    """Whether several such are quicker one by one."""
+    if jax.default_backend() != "cpu":
+        return False
+    return (shard.cost_analysis() or {}).get("flops", 0.0) > LARGE_SHARD_FLOPS
 
 
 def _with_samples(leaf: jax.ShapeDtypeStruct, samples: int) -> jax.ShapeDtypeStruct:

@@ -103,6 +103,15 @@ def test_a_loss_that_cannot_be_batched_is_computed_one_by_one():
         check_at_once(config(shards_at_once=3), steps.programs)
 
 
+def test_large_shards_are_computed_one_by_one_where_that_is_quicker(monkeypatch):
+    """As long as the config does not say how many it shall be."""
+    monkeypatch.setattr("ftrain.step.LARGE_SHARD_FLOPS", 1.0)
+    assert Steps(Linear(), at_once=SHARDS, if_it_pays=True).programs.at_once == 1
+    assert Steps(Linear(), at_once=SHARDS).programs.at_once == SHARDS
+    monkeypatch.setattr("ftrain.step.LARGE_SHARD_FLOPS", 1e8)
+    assert Steps(Linear(), at_once=SHARDS, if_it_pays=True).programs.at_once == SHARDS
+
+
 def config(**keys: Any) -> Config:
     cluster = {"workers": keys.pop("workers", 1)}
     given = {"batch_size": 12, "batch_shards": SHARDS, "cluster": cluster, **keys}
