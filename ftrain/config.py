@@ -11,8 +11,7 @@ import difflib
 import json
 import os
 import pathlib
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, get_origin
 
 from pydantic import (
@@ -26,6 +25,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from ftrain.config_rules import broken_rules
 from ftrain.errors import ConfigError
 from ftrain.yaml_lines import Document, Path, dump_yaml, is_text, read_document, show
 
@@ -207,7 +207,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _hold_rules(self) -> Config:
-        for _, message in _broken_rules(_leaves(self.model_dump())):
+        for _, message in broken_rules(_leaves(self.model_dump())):
             raise PydanticCustomError("rule", "{message}", {"message": message})
         return self
 
@@ -320,7 +320,7 @@ def _validate(document: Document) -> Config | None:
     }
     values = _leaves(defaults) | _leaves(_with_path(_with_shards(document.values)))
     usable = {key: value for key, value in values.items() if not _within(key, bad)}
-    for keys, message in _broken_rules(usable):
+    for keys, message in broken_rules(usable):
         given = [key for key in keys if key in document.places]
         later = max(given, key=lambda key: document.places[key].order, default=())
         document.refuse(later, message)
@@ -388,82 +388,6 @@ def _with_path(values: dict[str, Any]) -> dict[str, Any]:
     if given is None or isinstance(given, str):
         return {**values, "init_from": {"path": given}}
     return values
-
-
-def _broken_rules(values: Mapping[Path, Any]) -> Iterator[tuple[list[Path], str]]:
-    """The rules over several keys: (keys, message). A key that is absent breaks none."""
-    keys = [("batch_size",), ("batch_shards",), ("cluster", "workers"), ("cluster", "min_workers")]
-    size, shards, workers, least = map(values.get, keys)
-    yield from _broken_length(values)
-    yield from _broken_at_once(values)
-    yield from _broken_init_from(values)
-    yield from _broken_profile(values)
-    if workers and least and least > workers:
-        why = f"min_workers={least} is more than workers={workers}"
-        yield keys[2:], f"{why}; lower min_workers or raise workers"
-    if not size or not shards or (size % shards == 0 and shards >= (workers or 1)):
-        return
-    small = [d for d in range(1, int(size**0.5) + 1) if size % d == 0]
-    choices = [d for d in {*small, *(size // d for d in small)} if d >= (workers or 1)]
-    near = sorted(sorted(choices, key=lambda d: abs(d - shards))[:8])
-    advice = (
-        f"use one of {', '.join(map(str, near))}" if near else f"batch_size allows up to {size}"
-    )
-    if size % shards:
-        yield keys[:2], f"batch_shards={shards} does not divide batch_size={size}; {advice}"
-    else:
-        why = f"batch_shards={shards} is less than cluster.workers={workers}"
-        yield keys[:3], f"{why}; {advice}, or fewer workers"
-
-
-def _broken_at_once(values: Mapping[Path, Any]) -> Iterator[tuple[list[Path], str]]:
-    keys: list[Path] = [("shards_at_once",), ("reduction",), ("on_nonfinite",)]
-    count, reduction, reaction = map(values.get, keys)
-    if (count or 1) == 1:
-        return
-    if reduction == "reproducible":
-        why = "reduction=reproducible computes each shard by itself"
-        yield keys[:2], f"{why}, not {count} at once; leave shards_at_once out"
-    if reaction == "ignore":
-        why = "on_nonfinite=ignore does not judge sums, which several shards at once need"
-        yield [keys[0], keys[2]], f"{why}; leave shards_at_once out"
-
-
-def _broken_profile(values: Mapping[Path, Any]) -> Iterator[tuple[list[Path], str]]:
-    keys: list[Path] = [("profile", "step"), ("profile", "steps"), ("steps",)]
-    first, count, steps = map(values.get, keys)
-    if first and count and steps and first + count - 1 > steps:
-        why = f"step={first} and the {count} from there are not all within the run's steps={steps}"
-        yield keys, f"{why}; profile earlier steps"
-
-
-def _broken_length(values: Mapping[Path, Any]) -> Iterator[tuple[list[Path], str]]:
-    keys: list[Path] = [("steps",), ("epochs",)]
-    if not values.keys() >= set(keys):
-        return  # one was refused already
-    steps, epochs = map(values.get, keys)
-    if steps and epochs:
-        yield keys, f"steps={steps} and epochs={epochs} each say how long to train; keep one"
-    elif not steps and not epochs:
-        yield keys, "steps or epochs is required; write one of them"
-
-
-def _broken_init_from(values: Mapping[Path, Any]) -> Iterator[tuple[list[Path], str]]:
-    path: Path = ("init_from", "path")
-    others = {key: values[key] for key in values if key[0] == "init_from" and key != path}
-    if not values.get(path, True) and any(others.values()):
-        yield [next(k for k, v in others.items() if v)], "needs init_from.path; write it"
-    for key, given in others.items():
-        if key[1:] not in (("map",), ("allow_missing",), ("allow_extra",)):
-            continue
-        for pattern in given:
-            replacement = given[pattern] if key[1] == "map" else ""
-            if not isinstance(pattern, str) or not isinstance(replacement, str):
-                continue  # refused already
-            try:
-                re.sub(pattern, replacement, "")
-            except (re.error, IndexError) as error:
-                yield [key], f"{pattern!r} is no regular expression that works: {error}"
 
 
 _FIELDS: dict[Path, FieldInfo] = {(name,): info for name, info in Config.model_fields.items()}
