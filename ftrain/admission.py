@@ -11,26 +11,26 @@ from typing import NoReturn
 
 from ftrain.errors import AttemptFailedError, WorkerDiffersError
 from ftrain.identity import Identity, difference, fingerprint, of_most
-from ftrain.membership import Members
+from ftrain.run_keys import RunKeys
 
 
 class Admission:
     """One worker's side of the comparison.
 
     Args:
-      members: to publish the record to, and read the others' from.
+      keys: to publish the record to, and read the others' from.
       identity: this worker's record.
       min_workers: the config's; fewer do not go on without the odd one.
     """
 
-    def __init__(self, members: Members, identity: Identity, min_workers: int):
-        self._members, self._identity, self._min_workers = members, identity, min_workers
+    def __init__(self, keys: RunKeys, identity: Identity, min_workers: int):
+        self._keys, self._identity, self._min_workers = keys, identity, min_workers
         self.fingerprint = fingerprint(identity)
 
     def check_before_joining(self) -> None:
         """Refuses without anybody's notice: those who train shall not lose a step by every try."""
-        self._members.publish_identity(self.fingerprint, self._identity)
-        holders = self._members.holders()
+        self._keys.publish_identity(self.fingerprint, self._identity)
+        holders = self._keys.holders()
         if holders and self.fingerprint not in holders.values():
             self._refuse(min(holders), holders[min(holders)])
 
@@ -65,10 +65,10 @@ class Admission:
 
     def _refuse(self, other: int, theirs: str) -> NoReturn:
         found = difference(
-            f"worker {self._members.me}",
+            f"worker {self._keys.worker}",
             self._identity,
             f"worker {other}",
-            self._members.read_identity(theirs),
+            self._keys.read_identity(theirs),
         )
         raise WorkerDiffersError(found, others_go_on=True)
 
@@ -76,6 +76,6 @@ class Admission:
         """In the same words on every member."""
         first = min(prints)
         odd = min(w for w in prints if prints[w] != prints[first])
-        records = (self._members.read_identity(prints[w]) for w in (odd, first))
+        records = (self._keys.read_identity(prints[w]) for w in (odd, first))
         found = difference(f"worker {odd}", next(records), f"worker {first}", next(records))
         raise WorkerDiffersError(found, others_go_on=False)

@@ -97,3 +97,20 @@ def cut_connections(ports: set[int]) -> int:
                     sock.shutdown(socket.SHUT_RDWR)
                     cut += 1
     return cut
+
+
+def address_of_nobody(address: bytes) -> bytes:
+    """A member's address as gloo publishes it, changed to one that refuses connections at once.
+
+    The length of the host's name, the name, the length of the rest, and a sockaddr of IPv4 or IPv6
+    (jaxlib 0.10.2, 0.12.0.1), which becomes port 1 of loopback: a member's own host may be lost,
+    and connecting to it would wait.
+    """
+    start = 16 + int.from_bytes(address[:8], "little")
+    family = int.from_bytes(address[start : start + 2], "little")
+    if family == socket.AF_INET:
+        at, own = start + 4, socket.inet_pton(socket.AF_INET, "127.0.0.1")
+    else:
+        at, own = start + 8, socket.inet_pton(socket.AF_INET6, "::1")
+    port = address[: start + 2] + (1).to_bytes(2, "big") + address[start + 4 : at]
+    return port + own + address[at + len(own) :]

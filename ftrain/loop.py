@@ -6,8 +6,8 @@
     an answer without failures  `new` becomes the committed state, on every member
     ProcessFailureError         on every member: `new` is dropped and the same step tried again
 
-Nothing but `_commit` and a verified sync assigns the committed state. Each rule of the protocol (R1
-to R10, docs/protocol.md) is named where it is kept; R3 and R9 are in `membership`.
+Nothing but `_commit` and a verified sync (`entrance`) assigns the committed state, `mine`. Each
+rule (R1 to R10, docs/protocol.md) is named where it is kept; R3 and R9 are in `membership`.
 """
 
 from __future__ import annotations
@@ -21,25 +21,22 @@ import jax
 import numpy as np
 
 from ftrain.membership import Members, ProcessFailureError, View, live_devices
-from ftrain.mesh import DataPlane
-from ftrain.outcome import Outcome, Progress
+from ftrain.outcome import Outcome, Progress, Replica
 from ftrain.replicas import differ, judge
 from ftrain.state import Committed, StateSpec
-from ftrain.sync import sync_state
 
 if TYPE_CHECKING:
-    from ftrain.admission import Admission
     from ftrain.beat import Beat
     from ftrain.config import Config
     from ftrain.digests import Digests
+    from ftrain.entrance import Entrance
     from ftrain.evaluation import Evaluation
     from ftrain.profiling import Profiler
+    from ftrain.run_keys import RunKeys
     from ftrain.saving import Saving
     from ftrain.stepping import Stepping
-    from ftrain.table import Table
     from ftrain.target import Target
     from ftrain.trainer import Trainer
-    from ftrain.transfer import Transfer
 
 DIGEST_BYTES = 32
 POLL_S = 0.02  # between blocks in which there is nothing to do
@@ -53,33 +50,34 @@ class StepLoop:
     config: Config
     target: Target
     members: Members
-    admission: Admission
+    keys: RunKeys
+    entrance: Entrance
     spec: StateSpec
     digests: Digests
-    transfer: Transfer
-    table: Table
     stepping: Stepping
     evaluation: Evaluation | None
     saving: Saving
     beat: Beat
     report: Callable[..., None]
     stop_requested: Callable[[], bool]
-    # In a donor alone: from a checkpoint or the seed, and the last step that was evaluated.
-    first_state: Callable[[], tuple[Committed, int]]
-    forget_view: Callable[[], None]
-    compile: Callable[[Any], Any]
     profiler: Profiler | None = None
-    restorable: int = 0  # the newest step that `first_state` would find here, on this host
 
-    state: Committed | None = None
-    progress: Progress = Progress()
+    mine: Replica = dataclasses.field(default_factory=Replica)
     agreed: View | None = None  # the view whose members are known to hold equal state
-    plane: DataPlane | None = None
     hook: dict[str, Any] | None = None  # the metrics of a commit that after_commit has not seen
     differ: dict[int, bytes] | None = None  # confirmed by the barrier: the replicas are not equal
-    compared_step: int = -1  # the last whose replicas are known to be equal
     below_min_since: float | None = None
     evaluating_since: float | None = None
+
+    @property
+    def state(self) -> Committed | None:
+        """The committed one."""
+        return self.mine.state
+
+    @property
+    def progress(self) -> Progress:
+        """What is committed beside it."""
+        return self.mine.progress
 
     def run(self, together: list[int], name: str) -> None:
         """Trains until the run is over.
@@ -88,11 +86,7 @@ class StepLoop:
           together: the workers that begin with this one, for a first view with them all.
           name: of this beginning, used once.
         """
-        self.admission.check_before_joining()
-        self.beat.phase("barrier")
-        self.members.join()
-        if len(together) > 1:
-            self.members.meet_at_start(name, together)
+        self.entrance.join(together, name)
         new = Outcome(None, self.progress)
         while not new.leave:
             started = time.perf_counter()
@@ -104,7 +98,7 @@ class StepLoop:
                     self.beat.phase("barrier")  # also after an attempt that failed
             except ProcessFailureError:
                 # All members come here together, with whatever the body computed uncommitted (R1).
-                if self.members.finished():
+                if self.keys.finished():
                     return  # one of them has left, as all may (R8)
                 self._abort(view, time.perf_counter() - started)
             else:
@@ -114,9 +108,12 @@ class StepLoop:
         """What this block does, on uncommitted copies; the barrier decides whether it is so."""
         if self.differ is not None:
             judge(self.members.me, self.state.step if self.state else 0, self.differ)
-        if view != self.agreed and (ended := self._enter(view)):
-            return ended
-        if self.stepping.digest_due(self.state.step) and self.compared_step < self.state.step:
+        if view != self.agreed:
+            self.stepping.drop_ahead()  # another rank's shards, or a state that is not committed
+            if ended := self.entrance.enter(view, self.mine):
+                return ended
+        step = self.state.step
+        if self.stepping.digest_due(step) and self.mine.compared_step < step:
             if found := self._compare_replicas():
                 return Outcome(self.state, self.progress, differ=found)
         self._after_last_commit(view)
@@ -145,8 +142,8 @@ class StepLoop:
         if new.apply is not None:
             state, metrics = new.apply()  # an error of it is this worker's own, and ends it
             new = new._replace(state=state, metrics=metrics)
-        self.state, self.agreed, self.differ = new.state, view, new.differ
-        self.progress = new.progress._replace(round=new.progress.round + 1)
+        self.mine.state, self.agreed, self.differ = new.state, view, new.differ
+        self.mine.progress = new.progress._replace(round=new.progress.round + 1)
         self.beat.round, self.beat.step = self.progress.round, self.state.step if self.state else -1
         if new.metrics is not None:
             self.report(
@@ -171,118 +168,6 @@ class StepLoop:
             )
             self.evaluating_since = None
 
-    # A new view.
-
-    def _enter(self, view: View) -> Outcome | None:
-        """Settles a new view and gives its members the state of one.
-
-        Returns:
-          None, or what this block will have done: the run is over, or the states differ.
-        """
-        started = time.perf_counter()
-        self.stepping.drop_ahead()  # for another rank's shards, or of a state that is not committed
-        self.beat.phase("settle")
-        holds = self.members.settle(
-            view,
-            {
-                "step": self.state.step if self.state else None,
-                "progress": self.progress,
-                "identity": self.admission.fingerprint,
-                "restorable": self.restorable,
-            },
-        )
-        settled = time.perf_counter()
-        self._open_plane(view)
-        connected = time.perf_counter()
-        # R5: blank ranks below every step, and of those furthest ahead the lowest gives.
-        ahead = {w: -1 if holds[w]["step"] is None else holds[w]["step"] for w in view.workers}
-        donor = self.admission.donor(
-            ahead,
-            {w: holds[w]["identity"] for w in view.workers},
-            {w: holds[w]["restorable"] for w in view.workers},
-        )
-        if ahead[donor] == -1:
-            if self.members.finished():  # R8: a view without state never restores then
-                return Outcome(self.state, self.progress, leave=True)
-            if donor == self.members.me:
-                self._begin()
-        if donor == self.members.me:
-            self.members.publish("progress", self.progress)
-        holders = [w for w in view.workers if 0 <= ahead[w] == ahead[donor]]
-        if found := self._sync(view, donor, holders):
-            return Outcome(self.state, self.progress, differ=found)
-        progress = Progress(*self.members.read("progress"))
-        # A stop that one has committed is everybody's, kept whatever becomes of this block: none
-        # may train on while another leaves.
-        stopping = [Progress(*holds[w]["progress"]).stopping for w in view.workers]
-        self.progress = progress._replace(
-            stopping=progress.stopping or next(filter(None, stopping), "")
-        )
-        self.report(
-            "view_changed",
-            view=self.members.name,
-            workers=view.workers,
-            step=self.state.step,
-            lineage=self.progress.lineage,
-            seconds=time.perf_counter() - started,
-            connect_s=connected - settled,
-            sync_s=time.perf_counter() - settled,
-        )
-        self.beat.take_spent()  # told just now
-        return None
-
-    def _begin(self) -> None:
-        """Nobody has state: this worker restores or computes it, for all, as their donor."""
-        self.beat.phase("restore")
-        self.state, evaluated = self.first_state()
-        self.progress = Progress(lineage=self.members.next_lineage(), evaluated=evaluated)
-
-    def _open_plane(self, view: View) -> None:
-        """New communicators for a new view; nothing of the old one may stay referenced (R7)."""
-        self.beat.phase("sync")
-        self.plane = None
-        self.forget_view()
-        devices = self.members.open_devices(view)
-        self.plane = DataPlane(
-            devices,
-            view.workers,
-            self.members.me,
-            self.table,
-            self.compile,
-            cutter=self.members.cutter,
-            end_connecting=self.members.end_connecting,
-        )
-        self.plane.connect()
-
-    def _sync(self, view: View, donor: int, holders: list[int]) -> dict[int, bytes] | None:
-        """Everybody has the donor's state afterwards; or the digests of those who differ."""
-        self.beat.phase("sync")
-        started = time.perf_counter()
-        synced = sync_state(
-            self.plane,
-            self.spec,
-            self.digests,
-            self.transfer,
-            self.state,
-            donor=donor,
-            holders=holders,
-        )
-        if synced.differ:
-            return synced.differ
-        # R6: verified, so committed at once: the donor may die in this very step.
-        self.state, self.compared_step = synced.state, synced.state.step
-        self.members.holds_state(self.admission.fingerprint)
-        if self.members.me != donor and self.members.me not in holders:
-            self.report(
-                "state_synced",
-                donor=donor,
-                step=self.state.step,
-                digest=synced.digest,
-                bytes=synced.bytes_moved,
-                seconds=time.perf_counter() - started,
-            )
-        return None
-
     # The things a block may do.
 
     def _step(self, view: View) -> Outcome:
@@ -290,7 +175,7 @@ class StepLoop:
         self.below_min_since = None
         if self.profiler is not None:
             self.profiler.before(self.state.step + 1, view.lowest == self.members.me)
-        return self.stepping.step(self.plane, self.state, self.progress)
+        return self.stepping.step(self.entrance.plane, self.state, self.progress)
 
     def _compare_replicas(self) -> dict[int, bytes] | None:
         """Before anything is made of a step whose digest was due: all members have the same bits.
@@ -298,11 +183,11 @@ class StepLoop:
         On entering a view the sync has seen to that, so members agree on when this is due.
         """
         self.beat.phase("compare")
-        rows = self.plane.gather(self.digests(self.state), DIGEST_BYTES)
-        digests = dict(zip(self.plane.workers, rows, strict=True))
+        rows = self.entrance.plane.gather(self.digests(self.state), DIGEST_BYTES)
+        digests = dict(zip(self.entrance.plane.workers, rows, strict=True))
         if differ(digests):
             return digests
-        self.compared_step = self.state.step
+        self.mine.compared_step = self.state.step
         return None
 
     def _target_reached(self) -> bool:
@@ -320,7 +205,9 @@ class StepLoop:
         self.beat.phase("evaluate")
         self.evaluating_since = self.evaluating_since or time.monotonic()
         part = self.progress.eval_part
-        sums, stop = self.evaluation.part(self.plane, self.state, part, stop=self.stop_requested())
+        sums, stop = self.evaluation.part(
+            self.entrance.plane, self.state, part, stop=self.stop_requested()
+        )
         if stop:  # dropped: whoever continues the run evaluates this step first
             stopped = self.progress._replace(stopping="stop", eval_part=0, eval_sums=())
             return Outcome(self.state, stopped)
@@ -328,14 +215,15 @@ class StepLoop:
             sums = [a + b for a, b in zip(self.progress.eval_sums, sums, strict=True)]
         if part + 1 < self.evaluation.parts:
             return Outcome(
-                self.state, self.progress._replace(eval_part=part + 1, eval_sums=tuple(sums))
+                self.state,
+                self.progress._replace(eval_part=part + 1, eval_sums=tuple(sums)),
             )
         done = self.progress._replace(evaluated=self.state.step, eval_part=0, eval_sums=())
         return Outcome(self.state, done, evaluated=self.evaluation.means(sums))
 
     def _pause(self) -> Outcome:
         """Fewer than `min_workers`: settled and synced, only the step is skipped (R9)."""
-        if self.members.finished():
+        if self.keys.finished():
             return Outcome(self.state, self.progress, leave=True)
         self.beat.phase("pause")
         now = time.monotonic()
@@ -349,7 +237,7 @@ class StepLoop:
 
     def _finish(self, view: View) -> Outcome:
         """The members go on meeting until the lowest's last checkpoint is durable (R8)."""
-        if self.members.finished():
+        if self.keys.finished():
             return Outcome(self.state, self.progress, leave=True)
         if self.profiler is not None:
             self.profiler.before(None, False)
@@ -358,7 +246,7 @@ class StepLoop:
             failed = self.saving.finish(self.state, self.progress.evaluated)
             if failed is not None:
                 why = failed and f"the last save failed: {failed}"
-                self.members.set_finished(why or self.progress.stopping or "target")
+                self.keys.set_finished(why or self.progress.stopping or "target")
         time.sleep(POLL_S)
         return Outcome(self.state, self.progress)
 

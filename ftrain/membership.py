@@ -13,7 +13,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,10 +28,6 @@ from ftrain.errors import WORKER_LOST_MEMBERSHIP, WORKER_STUCK, AttemptFailedErr
 from ftrain.runtime import GLOO_PREFIX, Runtime
 
 SETTLE_TIMEOUT_S = 10  # the service looks at deadlines once a second
-FINISHED = "ftrain/run/finished"
-LINEAGE = "ftrain/run/lineage"
-RECORDS = "ftrain/record/"  # by fingerprint
-HOLDERS = "ftrain/identity/"  # by worker; the coordinator takes a key away when it fences
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +199,7 @@ class Members:
         self._uses[view] += 1
         self._names.append(f"{view.name}.{self._uses[view]}")
         self._settling, self._unmet = True, []
-        with _calls_that_fail("settle"):
+        with calls_that_fail("settle"):
             # For the coordinator: should one of these die before all have met and connected, nobody
             # but the coordinator can tell the others, who wait for it (see its `_release`).
             self._store.key_value_set(
@@ -253,10 +248,10 @@ class Members:
             self._cutter = self._listen_for_failure(set, set())
             return [d for d in jax.devices() if d.process_index in view.workers]
         before = communicators.listening_ports()
-        with _calls_that_fail("a new CPU client"):
+        with calls_that_fail("a new CPU client"):
             devices = self._runtime.new_view_devices()
         own = communicators.listening_ports() - before
-        with _calls_that_fail("publishing the view's ports"):
+        with calls_that_fail("publishing the view's ports"):
             self._store.key_value_set(self._key(f"ports/{self.me}"), json.dumps(sorted(own)))
         ports = self._key("ports")
         self._cutter = self._listen_for_failure(lambda: self._peer_ports(ports), own)
@@ -284,7 +279,7 @@ class Members:
         """
         if not self._unmet:
             return
-        with _calls_that_fail("meeting the view's stores"):
+        with calls_that_fail("meeting the view's stores"):
             found = self._run_aside(
                 self._runtime.meet_stores, self._unmet, for_backend=True
             ).result(timeout=SETTLE_TIMEOUT_S)
@@ -324,19 +319,19 @@ class Members:
         known = next(iter(group.values()), None)
         if known is None:
             return  # nobody has got so far
-        nowhere = address_of_nobody(known)
+        nowhere = communicators.address_of_nobody(known)
         for rank in range(self._gloo_group.count(",") + 1):
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # it is there
                 self._store.key_value_set_bytes(f"{self._gloo_group}{rank}", nowhere)
 
     def publish(self, what: str, value: Any) -> None:
         """Sets a fact of the view, once, for all its members to `read` after a collective."""
-        with _calls_that_fail(f"publishing {what}"):
+        with calls_that_fail(f"publishing {what}"):
             self._store.key_value_set(self._key(what), json.dumps(value))
 
     def read(self, what: str) -> Any:
         """What the donor published before the collective that has just ended."""
-        with _calls_that_fail(f"reading {what}"):
+        with calls_that_fail(f"reading {what}"):
             return json.loads(
                 self._store.blocking_key_value_get(self._key(what), SETTLE_TIMEOUT_S * 1000)
             )
@@ -376,59 +371,9 @@ class Members:
         rows = self._store.key_value_dir_get(key + "/")
         return {int(name.rsplit("/", 1)[1]): json.loads(value) for name, value in rows}
 
-    # The run's own keys, outlasting views.
-
-    def finished(self) -> str | None:
-        """Why the run is over, or None: whoever sees it in a block leaves (rule R8)."""
-        rows = dict(self._store.key_value_dir_get("ftrain/run/"))
-        return rows.get(FINISHED)
-
-    def set_finished(self, reason: str) -> None:
-        """The last checkpoint is durable: everybody may leave."""
-        self._store.key_value_set(FINISHED, reason, allow_overwrite=True)
-
-    def next_lineage(self) -> int:
-        """A number for a history that begins here, from a restore or from nothing: 1, 2, ..."""
-        return self._store.key_value_increment(LINEAGE, 1)
-
-    def publish_identity(self, fingerprint: str, identity: dict[str, str]) -> None:
-        """Lets a worker whose identity differs say in what (see `identity`)."""
-        self._store.key_value_set(RECORDS + fingerprint, json.dumps(identity), allow_overwrite=True)
-
-    def read_identity(self, fingerprint: str) -> dict[str, str]:
-        """What `publish_identity` was given under that fingerprint."""
-        return json.loads(self._store.blocking_key_value_get(RECORDS + fingerprint, 10_000))
-
-    def holds_state(self, fingerprint: str) -> None:
-        """Says that this worker has the run's state, with programs of that identity."""
-        with _calls_that_fail("saying that it has the state"):
-            self._store.key_value_set(f"{HOLDERS}{self.me}", fingerprint, allow_overwrite=True)
-
-    def holders(self) -> dict[int, str]:
-        """The fingerprints of those who have said `holds_state` and live."""
-        rows = self._store.key_value_dir_get(HOLDERS)
-        return {int(name.rsplit("/", 1)[1]): fingerprint for name, fingerprint in rows}
-
-
-def address_of_nobody(address: bytes) -> bytes:
-    """A member's address as gloo publishes it, changed to one that refuses connections at once.
-
-    The length of the host's name, the name, the length of the rest, and a sockaddr of IPv4 or IPv6
-    (jaxlib 0.10.2, 0.12.0.1), which becomes port 1 of loopback: a member's own host may be lost,
-    and connecting to it would wait.
-    """
-    start = 16 + int.from_bytes(address[:8], "little")
-    family = int.from_bytes(address[start : start + 2], "little")
-    if family == socket.AF_INET:
-        at, own = start + 4, socket.inet_pton(socket.AF_INET, "127.0.0.1")
-    else:
-        at, own = start + 8, socket.inet_pton(socket.AF_INET6, "::1")
-    port = address[: start + 2] + (1).to_bytes(2, "big") + address[start + 4 : at]
-    return port + own + address[at + len(own) :]
-
 
 @contextlib.contextmanager
-def _calls_that_fail(what: str) -> Iterator[None]:
+def calls_that_fail(what: str) -> Iterator[None]:
     """Calls whose failure may be another's doing: the attempt fails, and all try again."""
     try:
         yield

@@ -1,7 +1,8 @@
-"""What a view agrees on beside the state, and what a block will have done if it is committed."""
+"""What a worker has committed, and what a block will have done if the barrier says so."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,6 +20,15 @@ class Progress(NamedTuple):
     eval_sums: tuple[float, ...] = ()
     skipped: int = 0  # steps in a row, up to this one, that were not finite
     one_by_one: bool = False  # the next step's shards: it was not finite with several at once
+
+
+@dataclasses.dataclass
+class Replica:
+    """What this worker has committed: by a commit, or by a verified sync (rules R1 and R6)."""
+
+    state: Committed | None = None
+    progress: Progress = Progress()
+    compared_step: int = -1  # the last at which all members are known to have the same bits
 
 
 class Outcome(NamedTuple):

@@ -92,10 +92,12 @@ def make_loop(
     from ftrain.admission import Admission
     from ftrain.compile_lock import first_compiles
     from ftrain.digests import Digests
+    from ftrain.entrance import Entrance
     from ftrain.identity import identity_of
     from ftrain.loop import StepLoop
     from ftrain.membership import Members
     from ftrain.restore import newest_step, restore_newest
+    from ftrain.run_keys import RunKeys
     from ftrain.stepping import Stepping
     from ftrain.table import Table
     from ftrain.target import target_of
@@ -121,6 +123,7 @@ def make_loop(
     if job.platform == "gpu":
         programs.warm_up()
     members = Members(started, report, local_error)
+    keys = RunKeys(started.store, started.worker)
     saving = make_saving(job, config, spec, digests, source.length, report, control)
     begun = job.past[1] if job.past else None
 
@@ -150,27 +153,37 @@ def make_loop(
     compile, reader = runtime.compile_shared, make_reader(config, source, target.samples)
     stepping = Stepping(config, target, programs, digests, reader, beat, stop_requested, compile)
     runtime.freeze_heap()
+    entrance = Entrance(
+        members,
+        keys,
+        Admission(keys, identity, config.cluster.min_workers),
+        spec,
+        digests,
+        transfer,
+        table,
+        beat=beat,
+        report=report,
+        first_state=first_state,
+        forget_view=started.forget_view,
+        compile=compile,
+        restorable=0 if begun is None else newest_step(config.run_dir, places_of(job), begun),
+    )
     return StepLoop(
         trainer,
         config,
         target,
         members,
-        Admission(members, identity, config.cluster.min_workers),
+        keys,
+        entrance,
         spec,
         digests,
-        transfer,
-        table,
         stepping,
         evaluation,
         saving,
         beat,
         report,
         stop_requested,
-        first_state,
-        started.forget_view,
-        compile,
         make_profiler(config, beat),
-        restorable=0 if begun is None else newest_step(config.run_dir, places_of(job), begun),
     )
 
 

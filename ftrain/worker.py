@@ -90,7 +90,7 @@ def work(job: Assignment, report: Callable[..., None], beat: Beat, control: Cont
         loop.run(together, name)
     except BaseException as error:  # noqa: BLE001  outside a block: ends the process all the same
         local_error(report, beat, error)
-    report("left", reason=loop.members.finished(), step=loop.state.step if loop.state else None)
+    report("left", reason=loop.keys.finished(), step=loop.state.step if loop.state else None)
     os._exit(0)
 
 

@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from ftrain.membership import address_of_nobody
+from ftrain.communicators import address_of_nobody
 
 
 def published(host: str, port: int, name: bytes = b"node-17") -> bytes:

@@ -105,6 +105,7 @@ LAYERS = [
         "sync",
         "identity",
         "checkpoint",
+        "config_rules",
         "recoveries",
         "step_rules",
         "chaos.live",
@@ -133,9 +134,11 @@ LAYERS = [
         "lanes",
         "run_now",
     ],
+    ["run_keys"],
     ["admission", "stepping", "load", "verify", "board", "panel", "prometheus"],
     ["sources", "screen", "status", "report"],
     ["init_from"],
+    ["entrance"],
     ["environment", "loop", "meeting_point", "chaos.command"],
     ["headship"],
     ["preparing"],
@@ -156,6 +159,7 @@ LAYERS = [
 PROCESS_SIDE = set(
     """
     cli supervisor restart recorder story screen slots processes run_lock watchdog events config
+    config_rules
     errors yaml_lines environment user_code beat versions worker_logs forking ears
     verdict stacks warden target match pretrained checkpoints
     findings records recoveries step_rules fault_rules verify goodput

@@ -422,11 +422,11 @@ class BitFlips(Paced):
 
         def flip_after(loop, view, new, seconds):
             commit(loop, view, new, seconds)
-            if loop.state.step == step and new.metrics is not None:
-                w = np.array(loop.state.leaves[0])
+            if loop.mine.state.step == step and new.metrics is not None:
+                w = np.array(loop.mine.state.leaves[0])
                 w.view(np.uint32)[3] ^= 1 << 20
-                leaves = [jax.device_put(w), *loop.state.leaves[1:]]
-                loop.state = loop.state._replace(leaves=leaves)
+                leaves = [jax.device_put(w), *loop.mine.state.leaves[1:]]
+                loop.mine.state = loop.mine.state._replace(leaves=leaves)
 
         StepLoop._commit = flip_after
 

@@ -134,10 +134,10 @@ def _flip(told: dict[str, Any]) -> None:
     import jax.numpy as jnp
 
     loop = _loops[0]
-    leaves = list(loop.state.leaves)
+    leaves = list(loop.mine.state.leaves)
     i = next(i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating) and x.any())
     leaves[i] = jax.device_put(flip_bit(leaves[i]), leaves[i].sharding)
-    loop.state = loop.state._replace(leaves=leaves)
+    loop.mine.state = loop.mine.state._replace(leaves=leaves)
 
 
 def _signal(number: int) -> Callable[[dict[str, Any]], None]:

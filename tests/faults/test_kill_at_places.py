@@ -55,7 +55,7 @@ def test_a_rejoiner_that_dies_on_its_way_holds_nobody_up(tmp_path, where):
         ("ftrain.step:StepPrograms.update", 0, 30),  # the reduction is done, nothing is committed
         ("ftrain.loop:StepLoop._commit", 0, 30),  # the barrier has spoken, this one has not heard
         ("ftrain.evaluation:Evaluation.part", 1, 2),  # in an evaluation
-        ("ftrain.membership:Members.set_finished", 0, 1),  # saved, and nobody knows
+        ("ftrain.run_keys:RunKeys.set_finished", 0, 1),  # saved, and nobody knows
         ("ftrain.saving:Saving._take", 0, 1),  # in the last snapshot
     ],
 )
