@@ -83,14 +83,14 @@ def clients(address: str, ids: list[int], workers: int, rounds: int, results: An
         client = _jax.get_distributed_runtime_client(
             address,
             workers + worker,
-            init_timeout=60,
+            init_timeout=START_S,
             heartbeat_timeout=60,
             shutdown_on_destruction=False,
             use_compression=False,
         )
         client.connect()
         seconds: dict[str, list[float]] = {"barrier": [], "settle": [], "fenced": []}
-        client.wait_at_barrier("begin", 120_000, every)
+        client.wait_at_barrier("begin", START_S * 1000, every)  # hundreds take minutes to connect
         for _ in range(rounds):
             began = time.perf_counter()
             client.get_live_nodes(every)
