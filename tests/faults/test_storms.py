@@ -78,7 +78,7 @@ def test_a_worker_that_always_dies_is_put_in_quarantine_and_the_others_train(tmp
 
 def test_every_signal_that_ends_a_worker_gives_a_replacement(tmp_path):
     """Aborted, segmentation fault, bus error, or an exit code that looks like one."""
-    with running("tests/paced.yaml", tmp_path / "run", ORDERED, "steps=900") as run:
+    with running("tests/paced.yaml", tmp_path / "run", ORDERED, "steps=100000") as run:
         run.wait_for_step(20)
         for worker, number in ((1, signal.SIGABRT), (2, signal.SIGSEGV), (3, signal.SIGBUS)):
             seen = len(run.events())
@@ -90,8 +90,8 @@ def test_every_signal_that_ends_a_worker_gives_a_replacement(tmp_path):
         order(run.run_dir, "leave", "gradient", 0, code=139)
         assert run.wait_for_event("worker_exited", after=seen, worker=0)["exit_code"] == 139
         run.wait_back(0, seen)
-        assert run.finish() == 0
-        check_each_step_once(run, 900)
+        steps = run.stop()
+        check_each_step_once(run, steps)
         check_replicas_agree(run)
         check_deaths_explained(run)
 

@@ -74,14 +74,14 @@ def test_rerun_right_after_the_supervisor_was_killed_waits_for_its_remains(tmp_p
 
 def test_terminated_worker_is_replaced_like_a_killed_one(tmp_path):
     """SIGTERM or SIGINT to one worker is that worker's death, nobody else's."""
-    with running("tests/paced.yaml", tmp_path / "run", "steps=500") as run:
+    with running("tests/paced.yaml", tmp_path / "run", "steps=100000") as run:
         run.wait_for_step(20)
         for worker, number in ((1, signal.SIGTERM), (3, signal.SIGINT)):
             seen = len(run.events())
             run.kill(worker, number=number)
             run.wait_back(worker, seen)
-        assert run.finish() == 0
-        check_each_step_once(run, 500)
+        steps = run.stop()
+        check_each_step_once(run, steps)
         assert [e["signal"] for e in run.events("worker_exited") if "signal" in e] == [
             "SIGTERM",
             "SIGINT",
