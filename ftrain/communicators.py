@@ -62,16 +62,21 @@ class Cutter:
                 if self._over:
                     return
                 self.failed.set()
-                cut_connections(self._own_ports | self._peer_ports())
-            self._see_it_left()
+                ports = self._own_ports | self._peer_ports()
+                cut_connections(ports)
+            self._see_it_left(ports)
 
-    def _see_it_left(self) -> None:
+    def _see_it_left(self, ports: set[int]) -> None:
+        """Cuts again meanwhile: the kernel's list is no snapshot, and one may have been missed."""
         deadline = time.monotonic() + LEAVE_S
         while self.inside:
             if time.monotonic() > deadline:
                 self._stuck()
                 return
             time.sleep(POLL_S)
+            with self._lock:
+                if not self._over:
+                    cut_connections(ports)
 
     def end(self) -> None:
         """The view is over: whatever is set from now on cuts nothing."""
@@ -80,8 +85,13 @@ class Cutter:
 
 
 def listening_ports() -> set[int]:
-    """The TCP ports that this process listens on."""
-    return {tcp.local_port for tcp in tcp_sockets().values() if tcp.listens}
+    """The TCP ports that this process listens on.
+
+    Looked for twice: the kernel's list is no snapshot, and a port that is missed here would leave
+    connections uncut, in this worker and in its peers.
+    """
+    looks = (tcp_sockets(), tcp_sockets())
+    return {tcp.local_port for found in looks for tcp in found.values() if tcp.listens}
 
 
 def cut_connections(ports: set[int]) -> int:

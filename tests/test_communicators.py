@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import threading
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from ftrain import communicators
 from ftrain.communicators import Cutter, cut_connections, listening_ports
 
 DEADLINE_S = 20.0
@@ -239,6 +241,22 @@ def test_a_cancelled_collective_that_does_not_end_is_told(monkeypatch):
     assert not stuck.is_set()
     failure.key.set()
     assert stuck.wait(DEADLINE_S)
+
+
+def test_a_connection_that_was_overlooked_is_cut_while_somebody_waits_on_it(network, monkeypatch):
+    """The kernel's list is no snapshot: the first look misses one, and the next finds it."""
+    listener, port = network.listen()
+    here, _ = network.connect(listener)
+    looks = itertools.chain([{}], itertools.repeat(None))
+    seen = communicators.tcp_sockets
+    monkeypatch.setattr(communicators, "tcp_sockets", lambda: {} if next(looks) == {} else seen())
+    failure = Failure()
+    cutter = Cutter(failure.wait, set, {port}, unreached)
+    cutter.inside = True
+    failure.key.set()
+    assert here.recv(1) == b""
+    cutter.inside = False
+    end_of(threads_named_cutter())
 
 
 def test_a_cancelled_collective_that_ends_is_not_told():

@@ -163,6 +163,7 @@ def test_a_replacement_runs_the_users_file_as_it_is_now(tmp_path):
             seen = len(run.events())
             run.kill(worker)
             run.wait_back(worker, seen)
+            run.wait_until("all four", lambda: run.metrics()[-1]["workers"] == [0, 1, 2, 3])
         os.kill(run.process.pid, signal.SIGTERM)  # a new template takes as long as it takes
         assert run.finish() == 75
         check_each_step_once(run, run.metrics()[-1]["step"])
