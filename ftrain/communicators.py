@@ -85,13 +85,8 @@ class Cutter:
 
 
 def listening_ports() -> set[int]:
-    """The TCP ports that this process listens on.
-
-    Looked for twice: the kernel's list is no snapshot, and a port that is missed here would leave
-    connections uncut, in this worker and in its peers.
-    """
-    looks = (tcp_sockets(), tcp_sockets())
-    return {tcp.local_port for found in looks for tcp in found.values() if tcp.listens}
+    """The TCP ports that this process listens on."""
+    return {tcp.local_port for tcp in tcp_sockets().values() if tcp.listens}
 
 
 def cut_connections(ports: set[int]) -> int:

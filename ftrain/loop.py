@@ -215,8 +215,7 @@ class StepLoop:
             sums = [a + b for a, b in zip(self.progress.eval_sums, sums, strict=True)]
         if part + 1 < self.evaluation.parts:
             return Outcome(
-                self.state,
-                self.progress._replace(eval_part=part + 1, eval_sums=tuple(sums)),
+                self.state, self.progress._replace(eval_part=part + 1, eval_sums=tuple(sums))
             )
         done = self.progress._replace(evaluated=self.state.step, eval_part=0, eval_sums=())
         return Outcome(self.state, done, evaluated=self.evaluation.means(sums))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 
 import jax
 import jax.numpy as jnp
@@ -74,8 +73,7 @@ def test_an_odd_state_is_the_same_after_a_rejoin_and_from_a_checkpoint(tmp_path)
         run.wait_for_step(5)
         run.kill(0)
         run.wait_until("the rejoiner's look", lambda: "in incarnation 1" in run.output)
-        os.kill(run.process.pid, signal.SIGTERM)
-        assert run.finish() == 75
+        run.stop()
         assert run.events("state_synced", "checkpoint_restored")[-1]["donor"] == 1
         step = run.metrics()[-1]["step"]
     kept = ftrain.load_state(tmp_path / "run").model_state["odd"]

@@ -75,8 +75,7 @@ def test_killed_workers_leave_the_other_training_and_come_back(tmp_path):
             )
             assert commit["t"] - t < SOON_S
             run.wait_back(worker, seen)
-        os.kill(run.process.pid, signal.SIGTERM)
-        assert run.finish() == 75
+        run.stop()
         check(run)
 
 
@@ -105,8 +104,7 @@ def test_stopped_worker_is_named_ended_and_replaced(tmp_path, worker):
         run.kill(worker, number=signal.SIGSTOP)
         run.wait_for_event("hang_detected", worker=worker)
         run.wait_back(worker, seen)
-        os.kill(run.process.pid, signal.SIGTERM)
-        assert run.finish() == 75
+        run.stop()
         check(run)
         assert len(run.events("hang_detected")) == 1
 
