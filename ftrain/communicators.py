@@ -3,11 +3,10 @@
 gloo knows no cancellation: after a SIGKILL only the ring neighbours see a closed connection, the
 others wait for their neighbours until a timeout of minutes. So whoever sees a failure sets a key of
 the view; a listener thread in every worker waits on it and shuts the view's own sockets down, so
-that a hung collective raises at once. On GPU, JAX cancels NCCL by incarnation and nothing is cut.
-
-Both may fail to let a collective go: seen on CPU once in 2,000 deaths, with every socket of the
-view shut down, and on GPU when an attempt fails while NCCL connects (jax 0.11.2). Then the process
-ends, since the others wait for it in the barrier, and its replacement takes part seconds later.
+that a hung collective raises at once; one that does not is left behind (`lane`). On GPU, JAX
+cancels NCCL by incarnation and nothing is cut. What waits in NCCL while it connects is not let go
+(jax 0.11.2), and keeps the device from all later work: then the process ends, since the others wait
+for it in the barrier, and its replacement takes part seconds later.
 """
 
 from __future__ import annotations
@@ -17,26 +16,32 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
+from ftrain.errors import AttemptFailedError
+from ftrain.lane import Lane
 from ftrain.tcp_sockets import tcp_sockets
 
-LEAVE_S = 5.0  # to come out of a cancelled collective: it takes milliseconds, or never ends
-POLL_S = 0.05
+LEAVE_S = 0.2  # to come out of a cancelled collective: it takes milliseconds, or never ends
+STUCK_S = 5.0  # after that, for a device that it holds
+POLL_S = 0.02
+
+T = TypeVar("T")
 
 
 class Cutter:
-    """Listens for the failure of one view and cuts its gloo connections.
+    """Runs one view's collectives, and ends them when the view has failed.
 
     Args:
       wait: blocks until the view's failure key is set; raises `ConnectionError` when it cannot.
       peer_ports: the ports the members of the view listen on, asked for when there is a failure.
       own_ports: the ports that this worker listens on for the view.
-      stuck: called when this worker is still in a collective `LEAVE_S` after it was cancelled.
+      stuck: called when a collective goes on although it was cancelled and left behind; None where
+        that harms nobody.
 
     Attributes:
       failed: set when the view has failed. No collective begins from then on.
-      inside: whether this worker is in a collective that a cancellation ends; by who calls it.
     """
 
     def __init__(
@@ -44,15 +49,36 @@ class Cutter:
         wait: Callable[[], None],
         peer_ports: Callable[[], set[int]],
         own_ports: set[int],
-        stuck: Callable[[], None],
+        stuck: Callable[[], None] | None = None,
     ):
         self._wait, self._peer_ports, self._own_ports = wait, peer_ports, own_ports
         self._stuck = stuck
         self.failed = threading.Event()
-        self.inside = False
-        self._over = False
+        self._inside = self._over = False
+        self._lane = Lane()
         self._lock = threading.Lock()
         threading.Thread(target=self._listen, name="ftrain-cutter", daemon=True).start()
+
+    def run(self, collective: Callable[[], T]) -> T:
+        """What `collective` returns or raises, in a thread of the view.
+
+        Raises:
+          AttemptFailedError: the view has failed already.
+          LeftBehindError: it failed meanwhile, and that did not end the collective.
+        """
+        with self.cancellable():
+            return self._lane.run(collective)
+
+    @contextlib.contextmanager
+    def cancellable(self) -> Iterator[None]:
+        """Around a wait in this thread that the failure of the view ends, or the process does."""
+        self._inside = True  # before the look at `failed`: one of the two sees the other
+        try:
+            if self.failed.is_set():
+                raise AttemptFailedError("another member's attempt has failed")
+            yield
+        finally:
+            self._inside = False
 
     def _listen(self) -> None:
         with contextlib.suppress(ConnectionError):
@@ -62,26 +88,26 @@ class Cutter:
                 if self._over:
                     return
                 self.failed.set()
-                ports = self._own_ports | self._peer_ports()
-                cut_connections(ports)
-            self._see_it_left(ports)
-
-    def _see_it_left(self, ports: set[int]) -> None:
-        """Cuts again meanwhile: the kernel's list is no snapshot, and one may have been missed."""
-        deadline = time.monotonic() + LEAVE_S
-        while self.inside:
-            if time.monotonic() > deadline:
-                self._stuck()
+                cut_connections(self._own_ports | self._peer_ports())
+            if self._is_left_within(LEAVE_S):
                 return
+            self._lane.leave()
+            if self._stuck is not None and not self._is_left_within(STUCK_S):
+                self._stuck()
+
+    def _is_left_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while self._inside or self._lane.busy:
+            if time.monotonic() > deadline:
+                return False
             time.sleep(POLL_S)
-            with self._lock:
-                if not self._over:
-                    cut_connections(ports)
+        return True
 
     def end(self) -> None:
         """The view is over: whatever is set from now on cuts nothing."""
         with self._lock:
             self._over = True
+        self._lane.end()
 
 
 def listening_ports() -> set[int]:

@@ -245,7 +245,7 @@ class Members:
         if self._runtime.cancels_by_incarnation:
             # JAX cancels a sum by itself, but not while NCCL connects (jax 0.11.2): there the key
             # is listened to, as on CPU.
-            self._cutter = self._listen_for_failure(set, set())
+            self._cutter = self._listen_for_failure(set, set(), self._end_stuck)
             return [d for d in jax.devices() if d.process_index in view.workers]
         before = communicators.listening_ports()
         with calls_that_fail("a new CPU client"):
@@ -260,11 +260,14 @@ class Members:
         return members
 
     def _listen_for_failure(
-        self, peer_ports: Callable[[], set[int]], own_ports: set[int]
+        self,
+        peer_ports: Callable[[], set[int]],
+        own_ports: set[int],
+        stuck: Callable[[], None] | None = None,
     ) -> communicators.Cutter:
         failed = self._key("failed")
         return communicators.Cutter(
-            lambda: self._wait_for_failure(failed), peer_ports, own_ports, self._end_stuck
+            lambda: self._wait_for_failure(failed), peer_ports, own_ports, stuck
         )
 
     def _meet_stores(self, expected: dict[int, int | None]) -> None:
@@ -303,7 +306,7 @@ class Members:
 
     @property
     def cutter(self) -> communicators.Cutter | None:
-        """Knows when an attempt in this view has failed; None for a view of one."""
+        """Runs the collectives of this view and ends them when it fails; None for a view of one."""
         return self._cutter
 
     def end_connecting(self) -> None:

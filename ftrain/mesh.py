@@ -9,10 +9,7 @@ R10).
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
-import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -21,13 +18,11 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from ftrain.errors import AttemptFailedError
+from ftrain.lane import LeftBehindError
 from ftrain.table import Table
 
 if TYPE_CHECKING:
     from ftrain.communicators import Cutter
-
-POLL_S = 0.005
-CUT_S = 0.2  # for a thread to notice that its connections were cut
 
 Buffers = list[jax.Array]  # one flat buffer per dtype, each of shape (1, 1, n), on a local device
 
@@ -41,8 +36,8 @@ class DataPlane:
       me: this worker's.
       table: puts rows of bytes into the buffers of a step.
       compile: compiles a lowered program.
-      cutter: knows when an attempt in this view has failed; None for a view of one.
-      end_connecting: called when connecting was given up while another thread is still at it.
+      cutter: runs the view's collectives; None for a view of one.
+      end_connecting: called when connecting was left behind in another thread.
     """
 
     def __init__(
@@ -163,66 +158,33 @@ class DataPlane:
         joined: list[jax.Array],
         ready: Callable[[], None],
     ) -> list[jax.Array]:
+        """Runs `program` where the failure of the view ends it, or leaves it behind.
+
+        The first one of a view connects the members. gloo waits in it 30 s for a member that dies
+        meanwhile, whatever timeout it is told, with no connection yet that could be cut; NCCL for
+        ever, and it is cancelled only once it is connected (jax 0.11.2). Later ones may hang too on
+        CPU (see `lane`); on GPU they are cancelled or the process ends.
+        """
         if self._connected and self._home.platform == "gpu":
             summed = program(joined)  # queued behind the gradients, so that no gap is between them
             jax.block_until_ready(joined)
             ready()
-            with self._cancellable():
+            with self._cutter.cancellable():
                 return jax.block_until_ready(summed)
         jax.block_until_ready(joined)
         ready()
-        if not self._connected and self._cutter is not None:
-            summed = self._connect(program, joined)
-        else:
-            with self._cancellable():
-                summed = self._run(program, joined)
+        try:
+            summed = self._cutter.run(lambda: self._run(program, joined))
+        except LeftBehindError:
+            if not self._connected:
+                self._end_connecting()
+            raise
         self._connected = True
         return summed
 
     @staticmethod
     def _run(program: jax.stages.Compiled, joined: list[jax.Array]) -> list[jax.Array]:
         return jax.block_until_ready(program(joined))
-
-    @contextlib.contextmanager
-    def _cancellable(self) -> Iterator[None]:
-        """Around a wait that the failure of the view ends; if it does not, the process ends."""
-        if self._cutter is None:
-            yield
-            return
-        self._cutter.inside = True
-        try:
-            if self._cutter.failed.is_set():
-                raise AttemptFailedError("another member's attempt has failed")
-            yield
-        finally:
-            self._cutter.inside = False
-
-    def _connect(self, program: jax.stages.Compiled, joined: list[jax.Array]) -> list[jax.Array]:
-        """The first sum of a view, in which gloo or NCCL connects the members.
-
-        gloo waits 30 s for a member that dies meanwhile, whatever timeout it is told, and there is
-        no connection yet to cut; NCCL waits for ever, and is cancelled only once it is connected
-        (jax 0.11.2). So it runs in a thread, which is left behind when the view fails. What waits
-        in NCCL then keeps the device from all later work, so on GPU it must end (`Cutter`).
-        """
-        result: concurrent.futures.Future[list[jax.Array]] = concurrent.futures.Future()
-
-        def work() -> None:
-            on_gpu = self._home.platform == "gpu"
-            try:
-                with self._cancellable() if on_gpu else contextlib.nullcontext():
-                    result.set_result(self._run(program, joined))
-            except BaseException as error:  # noqa: BLE001  raised below, in the thread that waits
-                result.set_exception(error)
-
-        threading.Thread(target=work, name="ftrain-connect", daemon=True).start()
-        while not self._cutter.failed.is_set():
-            with contextlib.suppress(TimeoutError):
-                return result.result(timeout=POLL_S)
-        with contextlib.suppress(TimeoutError):
-            return result.result(timeout=CUT_S)  # its connections have been cut: it ends at once
-        self._end_connecting()
-        raise AttemptFailedError(f"a member of {self.workers} was lost while they connected")
 
     def _program(
         self, name: Hashable, body: Callable[[Buffers], Buffers], buffers: Buffers

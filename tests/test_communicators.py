@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import socket
 import threading
@@ -10,8 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from ftrain import communicators
 from ftrain.communicators import Cutter, cut_connections, listening_ports
+from ftrain.errors import AttemptFailedError
+from ftrain.lane import LeftBehindError
 
 DEADLINE_S = 20.0
 
@@ -171,8 +171,8 @@ class Failure:
         assert self.key.wait(DEADLINE_S)
 
 
-def threads_named_cutter() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name == "ftrain-cutter"]
+def threads_named(name: str) -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name == name]
 
 
 def end_of(threads: list[threading.Thread]) -> None:
@@ -194,7 +194,7 @@ def test_a_failure_cuts_the_ports_of_the_view(network):
     Cutter(failure.wait, lambda: {theirs}, {own}, unreached)
     assert all(is_open(*pair) for pair in pairs)
     failure.key.set()
-    end_of(threads_named_cutter())
+    end_of(threads_named("ftrain-cutter"))
     assert [is_open(*pair) for pair in pairs] == [False, False] and is_open(*other)
 
 
@@ -206,7 +206,7 @@ def test_a_failure_after_the_view_is_over_cuts_nothing(network):
     cutter = Cutter(failure.wait, lambda: {port}, {port}, unreached)
     cutter.end()
     failure.key.set()
-    end_of(threads_named_cutter())
+    end_of(threads_named("ftrain-cutter"))
     assert is_open(*pair)
 
 
@@ -217,7 +217,7 @@ def test_peers_ports_are_asked_for_only_when_there_is_a_failure():
     assert not failure.asked.is_set()
     cutter.end()
     failure.key.set()
-    end_of(threads_named_cutter())
+    end_of(threads_named("ftrain-cutter"))
     assert not failure.asked.is_set()
 
 
@@ -228,44 +228,88 @@ def test_a_service_that_goes_away_ends_the_listener_quietly():
         raise ConnectionError("the service is gone")
 
     Cutter(lost, lambda: set(), set(), unreached)
-    end_of(threads_named_cutter())
-    assert threads_named_cutter() == []
+    end_of(threads_named("ftrain-cutter"))
+    assert threads_named("ftrain-cutter") == []
 
 
-def test_a_cancelled_collective_that_does_not_end_is_told(monkeypatch):
-    """Whoever is in it cannot tell; it is seen from beside."""
-    monkeypatch.setattr("ftrain.communicators.LEAVE_S", 0.2)
+class Collective:
+    """A call that goes on until it is let go, in a thread of whoever waits for it."""
+
+    def __init__(self, cutter: Cutter) -> None:
+        self.begun, self.ended = threading.Event(), threading.Event()
+        self.error: AttemptFailedError | None = None
+        self.waiting = threading.Thread(target=self._wait_for, args=(cutter,), daemon=True)
+        self.waiting.start()
+        assert self.begun.wait(DEADLINE_S)
+
+    def _wait_for(self, cutter: Cutter) -> None:
+        try:
+            cutter.run(self._go_on)
+        except AttemptFailedError as error:
+            self.error = error
+
+    def _go_on(self) -> None:
+        self.begun.set()
+        assert self.ended.wait(DEADLINE_S)
+
+
+def test_a_cancelled_collective_that_does_not_end_is_left_behind():
+    """Whoever waits for it goes on, and it may end when it likes."""
+    failure = Failure()
+    cutter = Cutter(failure.wait, set, set())
+    collective = Collective(cutter)
+    failure.key.set()
+    end_of([collective.waiting])
+    assert isinstance(collective.error, LeftBehindError)
+    cutter.end()
+    end_of(threads_named("ftrain-cutter"))
+    [left] = threads_named("ftrain-lane")
+    collective.ended.set()
+    end_of([left])
+    assert threads_named("ftrain-lane") == []
+
+
+def test_one_that_holds_the_device_is_told_too(monkeypatch):
+    """Who was let go can do nothing with the device; the process must end."""
+    monkeypatch.setattr("ftrain.communicators.STUCK_S", 0.2)
     failure, stuck = Failure(), threading.Event()
     cutter = Cutter(failure.wait, set, set(), stuck.set)
-    cutter.inside = True
-    assert not stuck.is_set()
+    collective = Collective(cutter)
     failure.key.set()
-    assert stuck.wait(DEADLINE_S)
-
-
-def test_a_connection_that_was_overlooked_is_cut_while_somebody_waits_on_it(network, monkeypatch):
-    """The kernel's list is no snapshot: the first look misses one, and the next finds it."""
-    listener, port = network.listen()
-    here, _ = network.connect(listener)
-    looks = itertools.chain([{}], itertools.repeat(None))
-    seen = communicators.tcp_sockets
-    monkeypatch.setattr(communicators, "tcp_sockets", lambda: {} if next(looks) == {} else seen())
-    failure = Failure()
-    cutter = Cutter(failure.wait, set, {port}, unreached)
-    cutter.inside = True
-    failure.key.set()
-    assert here.recv(1) == b""
-    cutter.inside = False
-    end_of(threads_named_cutter())
+    end_of([collective.waiting])
+    assert not stuck.is_set() and stuck.wait(DEADLINE_S)
+    collective.ended.set()
+    cutter.end()
 
 
 def test_a_cancelled_collective_that_ends_is_not_told():
     """It takes a moment for the cut to be noticed."""
     failure, stuck = Failure(), threading.Event()
     cutter = Cutter(failure.wait, set, set(), stuck.set)
-    cutter.inside = True
+    with cutter.cancellable():
+        failure.key.set()
+        assert cutter.failed.wait(DEADLINE_S)
+    end_of(threads_named("ftrain-cutter"))
+    assert not stuck.is_set() and threads_named("ftrain-cutter") == []
+
+
+def test_no_collective_begins_in_a_view_that_has_failed():
+    """Its connections are cut already, and nobody would end it."""
+    failure = Failure()
+    cutter = Cutter(failure.wait, set, set())
     failure.key.set()
-    assert cutter.failed.wait(DEADLINE_S)
-    cutter.inside = False
-    end_of(threads_named_cutter())
-    assert not stuck.is_set() and threads_named_cutter() == []
+    end_of(threads_named("ftrain-cutter"))
+    with pytest.raises(AttemptFailedError, match="has failed"):
+        cutter.run(unreached)
+
+
+def test_what_a_collective_returns_or_raises_comes_back():
+    """From the thread of the view, one after the other."""
+    failure = Failure()
+    cutter = Cutter(failure.wait, set, set())
+    assert [cutter.run(lambda n=n: n + 1) for n in range(3)] == [1, 2, 3]
+    with pytest.raises(ValueError, match="Gloo"):
+        cutter.run(lambda: (_ for _ in ()).throw(ValueError("Gloo all-reduce failed")))
+    cutter.end()
+    failure.key.set()
+    end_of(threads_named("ftrain-cutter"))

@@ -27,15 +27,15 @@ MODULES = sorted(
 # From the ground up: a module imports only from layers before its own.
 LAYERS = [
     # Words that all use, and pure functions.
-    ["stacks", "tcp_sockets"],
+    ["errors", "stacks", "tcp_sockets"],
     [
-        "errors",
         "findings",
         "beat",
         "order",
         "compile_lock",
         "doctor.finding",
         "interfaces",
+        "lane",
         "match",
         "node_list",
         "processes",

@@ -225,7 +225,7 @@ class FailsAttempt(Paced):
 
 
 class KeptByCollective(Paced):
-    """A failed collective of worker `worker`'s first process does not end, as gloo's once did."""
+    """A failed collective of worker `worker`'s first process does not end, as gloo's may."""
 
     def __init__(self, *, worker: int, pause_s: float = 0.0):
         super().__init__(pause_s=pause_s)
@@ -236,6 +236,7 @@ class KeptByCollective(Paced):
                 try:
                     return run(program, joined)
                 except (ValueError, jax.errors.JaxRuntimeError):
+                    print("kept", flush=True)
                     threading.Event().wait()
 
             DataPlane._run = staticmethod(kept)
