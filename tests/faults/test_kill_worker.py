@@ -51,7 +51,7 @@ def test_killed_workers_cost_no_committed_step_and_come_back(tmp_path):
 
 
 def test_a_survivor_leaves_a_collective_that_does_not_end(tmp_path):
-    """One of gloo's stays if its last bytes were half there; nobody but the dead one is replaced."""
+    """One of gloo's stays if its last bytes are half there; only the dead one is replaced."""
     sets = ["steps=100000", "trainer=tests/trainers.py:KeptByCollective", "trainer_args.worker=2"]
     with running("tests/paced.yaml", tmp_path / "run", *sets) as run:
         run.wait_for_step(20)
