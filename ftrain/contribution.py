@@ -89,12 +89,13 @@ class Contribution:
             for s, g in zip(self.grad_slots, grads, strict=True)
         ]
         others = self._others(model, shard, value, metrics, weight, new, grads)
-        return self._add(buffers, weighted, others)
+        packed = self._packed(weighted, others, jnp.float32(0))
+        return [b + p for b, p in zip(buffers, packed, strict=True)]
 
     def several(
-        self, params: list, model: list, batches: list, step: Any, shards: Any, buffers: Buffers
+        self, params: list, model: list, batches: list, step: Any, shards: Any, stop: Any
     ) -> Buffers:
-        """Adds several shards at once: up to rounding what `shard` adds for each. Traced.
+        """Several shards at once: up to rounding what `shard` adds for each to `empty`. Traced.
 
         Their gradient is one, of the weighted sum of their losses; no buffer is filled for each. So
         it is not seen whose gradient is not finite, and a shard without weight whose mean is 0/0
@@ -114,7 +115,7 @@ class Contribution:
             return values.sum(), [each.sum(0) for each in others]
 
         grads, others = jax.grad(loss, has_aux=True)(params)
-        return self._add(buffers, grads, others)
+        return self._packed(grads, others, stop)
 
     def _others(
         self,
@@ -126,7 +127,7 @@ class Contribution:
         new: list,
         grads: list,
     ) -> list[jax.Array]:
-        """What a shard contributes beside its gradient, in the order of `_add`. Traced."""
+        """What a shard contributes beside its gradient, in the order of `_packed`. Traced."""
         scalars = [value, *(metrics[name] for name in self.metric_names)]
         scalars = jnp.stack([jnp.asarray(x, jnp.float32).reshape(()) for x in scalars])
         flag = self._flag(value, weight, grads, model, new) if self.judged_shards else 0
@@ -138,14 +139,12 @@ class Contribution:
                 for i, slot in self.model_slots.items()
             ),
             jnp.append(_weighted(scalars, weight, jnp.float32), weight),
-            jnp.float32(0),
             jnp.where(jnp.arange(self.judged_shards) == shard, flag, 0.0),
         ]
 
-    def _add(self, buffers: Buffers, grads: list, others: list) -> Buffers:
-        slots = [*self.grad_slots, *self.model_slots.values(), self.scalars, self.stop, self.flags]
-        packed = self.layout.pack(list(zip(slots, [*grads, *others], strict=True)))
-        return [b + p for b, p in zip(buffers, packed, strict=True)]
+    def _packed(self, grads: list, others: list, stop: Any) -> Buffers:
+        slots = [*self.grad_slots, *self.model_slots.values(), self.scalars, self.flags, self.stop]
+        return self.layout.pack(list(zip(slots, [*grads, *others, stop], strict=True)))
 
     def _dtype(self, slot: Slot) -> Any:
         return self.layout.dtypes[slot.group]

@@ -90,7 +90,7 @@ class Evaluation:
             for shard, vector in zip(shards, sums, strict=False):  # without shards: zeros
                 tree.take(Node(0, shard), self._buffers(vector))
             nodes = tree.values or [self._buffers(sums[0])]
-            [summed] = tree_sum(plane, nodes, self._batch_shards)
+            [summed] = tree_sum(plane, nodes, self._batch_shards).result()
         else:
             [summed] = plane.sum(self._buffers(sum(sums, np.zeros(self._sums + 1, np.float32))))
         *whole, stops = np.asarray(summed).reshape(-1).tolist()

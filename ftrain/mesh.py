@@ -9,8 +9,10 @@ R10).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+import contextlib
+import functools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -25,6 +27,21 @@ if TYPE_CHECKING:
     from ftrain.communicators import Cutter
 
 Buffers = list[jax.Array]  # one flat buffer per dtype, each of shape (1, 1, n), on a local device
+
+
+class Summing(NamedTuple):
+    """A collective's result, which on GPU may be on its way still; all else is as `DataPlane.sum`.
+
+    If `wait` raises, the buffers hold anything, and so does what was computed from them (rule R1).
+    """
+
+    buffers: Buffers
+    wait: Callable[[], None] = lambda: None
+
+    def result(self) -> Buffers:
+        """The buffers, once they are there."""
+        self.wait()
+        return self.buffers
 
 
 class DataPlane:
@@ -84,32 +101,37 @@ class DataPlane:
             raise AttemptFailedError("this worker's own row did not come back from the collective")
         return rows
 
-    def sum(self, buffers: Buffers, ready: Callable[[], None] = lambda: None) -> Buffers:
+    def sum(self, buffers: Buffers) -> Buffers:
         """The sum of every member's `buffers`; same shapes and dtypes, on this worker's device.
 
         A collective: every member calls it with buffers of the same shapes. Waits for the result.
+
+        Raises:
+          AttemptFailedError: the collective failed or was cancelled; by whom is not known.
+        """
+        return self.begin_sum(buffers).result()
+
+    def begin_sum(self, buffers: Buffers, ready: Callable[[], None] = lambda: None) -> Summing:
+        """As `sum`; on GPU what comes next can be queued behind it, so that no gap is between them.
 
         Args:
           buffers: this worker's.
           ready: called once they are computed. From there on it is the others who are waited for;
             before it a hang is this worker's own.
-
-        Raises:
-          AttemptFailedError: the collective failed or was cancelled; by whom is not known.
         """
         if len(self.workers) == 1:
-            return buffers
-        return self.collect(
+            return Summing(buffers)
+        return self.begin(
             "sum", lambda parts: [jax.lax.psum(part, "worker") for part in parts], buffers, ready
         )
 
-    def collect(
+    def begin(
         self,
         name: Hashable,
         body: Callable[[Buffers], Buffers],
         buffers: Buffers,
         ready: Callable[[], None] = lambda: None,
-    ) -> Buffers:
+    ) -> Summing:
         """What `body` makes of every member's `buffers`, on this worker's device.
 
         Args:
@@ -117,21 +139,42 @@ class DataPlane:
           body: from one member's buffers to its results, of shapes (1, 1, n) both. Traced in
             `shard_map` over the axes "worker" and "device".
           buffers: this worker's.
-          ready: as for `sum`.
+          ready: as for `begin_sum`.
 
-        A collective, for two members or more, and it raises, as `sum`. Waits for the result.
+        A collective, for two members or more, and it raises, as `begin_sum`.
         """
-        try:
+        with self._failing():
             joined = [self._joined(buffer) for buffer in buffers]
             program = self._program(name, body, joined)
-            summed = self._execute(program, joined, ready)
+            if self._connected and self._home.platform == "gpu":
+                summed = program(joined)
+                wait = functools.partial(self._wait, joined, summed, ready)
+                return Summing([self._own(array) for array in summed], wait)
+            jax.block_until_ready(joined)
+            ready()
+            summed = self._run_in_lane(program, joined)
+        return Summing([self._own(array) for array in summed])
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Errors of gloo and NCCL are the attempt's."""
+        try:
+            yield
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             # gloo surfaces as ValueError from a jitted call, as JaxRuntimeError when a group cannot
             # be formed (jax 0.10.2 to 0.12.0.1). Running out of memory is this worker's own error.
             if "RESOURCE_EXHAUSTED" in str(error):
                 raise
             raise AttemptFailedError(f"sum over workers {self.workers}: {error}") from error
-        return [self._own(array) for array in summed]
+
+    def _wait(
+        self, joined: list[jax.Array], summed: list[jax.Array], ready: Callable[[], None]
+    ) -> None:
+        with self._failing():
+            jax.block_until_ready(joined)
+            ready()
+            with self._cutter.cancellable():
+                jax.block_until_ready(summed)
 
     def _joined(self, buffer: jax.Array) -> jax.Array:
         """This worker's part of an array over the view's devices."""
@@ -152,27 +195,16 @@ class DataPlane:
         own = np.asarray(part)
         return jax.make_array_from_callback(part.shape, self._on_home, lambda _: own)
 
-    def _execute(
-        self,
-        program: jax.stages.Compiled,
-        joined: list[jax.Array],
-        ready: Callable[[], None],
+    def _run_in_lane(
+        self, program: jax.stages.Compiled, joined: list[jax.Array]
     ) -> list[jax.Array]:
-        """Runs `program` where the failure of the view ends it, or leaves it behind.
+        """Where the failure of the view ends it, or leaves it behind.
 
         The first one of a view connects the members. gloo waits in it 30 s for a member that dies
         meanwhile, whatever timeout it is told, with no connection yet that could be cut; NCCL for
         ever, and it is cancelled only once it is connected (jax 0.11.2). Later ones may hang too on
         CPU (see `lane`); on GPU they are cancelled or the process ends.
         """
-        if self._connected and self._home.platform == "gpu":
-            summed = program(joined)  # queued behind the gradients, so that no gap is between them
-            jax.block_until_ready(joined)
-            ready()
-            with self._cutter.cancellable():
-                return jax.block_until_ready(summed)
-        jax.block_until_ready(joined)
-        ready()
         try:
             summed = self._cutter.run(lambda: self._run(program, joined))
         except LeftBehindError:

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from ftrain.data import shards_of
-from ftrain.mesh import Buffers, DataPlane
+from ftrain.mesh import Buffers, DataPlane, Summing
 from ftrain.tree import Node, Sums, nodes_of
 
 Held = tuple[tuple[Node, ...], ...]  # the nodes of each rank
@@ -35,24 +35,24 @@ def tree_sum(
     nodes: Sequence[Buffers],
     shards: int,
     ready: Callable[[], None] = lambda: None,
-) -> Buffers:
+) -> Summing:
     """The sum of all shards of a step, in the order of the tree; on this worker's device.
 
     Args:
       plane: of the view.
       nodes: this worker's node sums, as `tree.nodes_of` its shards; anything, once, if it has none.
       shards: of the step, over all workers.
-      ready: called once the nodes are computed, as for `DataPlane.sum`.
+      ready: called once the nodes are computed, as for `DataPlane.begin_sum`.
 
-    A collective, as `DataPlane.sum`, and it raises what that does.
+    A collective, as `DataPlane.begin_sum`, and it raises what that does.
     """
     if len(plane.workers) == 1:
-        return nodes[0]
+        return Summing(nodes[0])
     held = held_nodes(len(plane.workers), shards)
     most = max(map(len, held))
     filled = [*nodes, *[nodes[-1]] * (most - len(nodes))]
     groups = list(zip(*filled, strict=True))
-    return plane.collect(
+    return plane.begin(
         ("tree", shards),
         functools.partial(finish, held=held, shards=shards),
         [buffer for group in groups for buffer in group],

@@ -135,7 +135,7 @@ class StepPrograms:
                 self._params, self._opt, self._model, buffers, index, index
             ),
             self._lower_several(),
-            jax.jit(_add, donate_argnums=0).lower(buffers, buffers) if self._tree_shards else None,
+            self._lower_add(),
             jax.jit(self._update.judge).lower(buffers) if self._lean else None,
         )
 
@@ -154,16 +154,23 @@ class StepPrograms:
         if self.at_once == 1:
             return None
         index, of = jax.ShapeDtypeStruct((), jnp.int32), self.at_once
+        stop = jax.ShapeDtypeStruct((), jnp.float32)
         batches = [jax.ShapeDtypeStruct((of, *b.shape), b.dtype) for b in self._batch]
         shards = jax.ShapeDtypeStruct((of,), jnp.int32)
         try:
-            return jax.jit(self._plan.several, donate_argnums=5).lower(
-                self._params, self._model, batches, index, shards, self.buffer_shapes
+            return jax.jit(self._plan.several).lower(
+                self._params, self._model, batches, index, shards, stop
             )
         except (NotImplementedError, TypeError, ValueError) as error:
             # What one shard's trace has not found is vmap's: no batching rule, a callback, ...
             self.at_once, self.why_one_by_one = 1, str(error)
             return None
+
+    def _lower_add(self) -> jax.stages.Lowered | None:
+        """Of what two calls have summed, where there may be two."""
+        if self.at_once == 1 and not self._tree_shards:
+            return None
+        return jax.jit(_add, donate_argnums=0).lower(self.buffer_shapes, self.buffer_shapes)
 
     def compile(self, compile: Callable[[Any], Any]) -> None:
         """Compiles what `lower` traced, or loads it from the compilation cache."""
@@ -190,7 +197,6 @@ class StepPrograms:
         sums = self.gradients(state, held, stop=False)
         if self.at_once > 1 or self._tree_shards:
             alone = self.gradients(state, held[:1], stop=False, one_by_one=True)
-        if self._tree_shards:
             sums = self._add_program(sums, alone)
         if self._lean:
             jax.block_until_ready(self._judge_program(sums))
@@ -227,10 +233,13 @@ class StepPrograms:
           stop: whether it has been asked to stop.
           one_by_one: whether each is to be computed by itself, so that it can be judged by itself.
         """
-        buffers, rest = self._empty_program(np.float32(stop)), list(shards)
+        buffers, rest = None, list(shards)
         while not one_by_one and self.at_once > 1 and self._are_whole(rest[: self.at_once]):
-            buffers = self._add_several(state, rest[: self.at_once], buffers)
+            sums = self._several(state, rest[: self.at_once], stop and buffers is None)
+            buffers = sums if buffers is None else self._add_program(buffers, sums)
             del rest[: self.at_once]
+        if buffers is None:
+            buffers = self._empty_program(np.float32(stop))
         for shard, batch in rest:
             buffers = self._add_shard(state, shard, batch, buffers)
         return buffers
@@ -240,13 +249,15 @@ class StepPrograms:
         sizes = [0 if batch is None else len(batch[0]) for _, batch in shards]
         return sizes == [whole] * self.at_once
 
-    def _add_several(
-        self, state: Committed, shards: Sequence[tuple[int, Batch]], buffers: Buffers
+    def _several(
+        self, state: Committed, shards: Sequence[tuple[int, Batch]], stop: bool
     ) -> Buffers:
         params, _, model = self._spec.split(state.leaves)
         batches = [np.stack(leaves) for leaves in zip(*(b for _, b in shards), strict=True)]
         numbers = np.array([shard for shard, _ in shards], np.int32)
-        return self._several_program(params, model, batches, np.int32(state.step), numbers, buffers)
+        return self._several_program(
+            params, model, batches, np.int32(state.step), numbers, np.float32(stop)
+        )
 
     def _add_shard(
         self, state: Committed, shard: int, batch: Batch | None, buffers: Buffers

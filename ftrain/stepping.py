@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ftrain.data import rank_of, shards_of
 from ftrain.errors import LeanUpdateError
-from ftrain.mesh import Buffers, DataPlane
+from ftrain.mesh import Buffers, DataPlane, Summing
 from ftrain.nonfinite import SKIPS_IN_A_ROW, Nonfinite, one_line, why_stopped
 from ftrain.outcome import Outcome, Progress
 from ftrain.reduction import tree_sum
@@ -77,14 +77,17 @@ class Stepping:
         A collective, inside `live_devices`; raises what `DataPlane.sum` does, and the user's own.
         """
         shards = shards_of(plane.rank, len(plane.workers), self._config.batch_shards)
-        sums = self._sum(plane, self._own_sums(state, shards, progress.one_by_one))
-        self._beat.phase("update")
-        lean = self._config.commit == "lean"
+        summing = self._begin_sum(plane, self._own_sums(state, shards, progress.one_by_one))
+        sums, lean = summing.buffers, self._config.commit == "lean"
         if lean:
+            self._wait(summing)
             new_state = self._counted_on(state)
             metrics, stop, found = self._programs.judged(state, sums)
         else:
+            self._beat.phase("update")
             begun = self._programs.update(state, sums, self._target.batch(state.cursor))
+            self._wait(summing)
+            # Not before the sum is known to be one: a failed one's gradients would keep the device.
             self._go_ahead(begun.state, shards)
             new_state = begun.state
             metrics, stop, found = self._programs.result(state, begun, sums)
@@ -190,15 +193,20 @@ class Stepping:
                 self._beat.phase("compile")
                 self._programs.compile_for(batch, self._compile)
 
-    def _sum(self, plane: DataPlane, own: list[Buffers]) -> Buffers:
+    def _begin_sum(self, plane: DataPlane, own: list[Buffers]) -> Summing:
         """What the shards of all members add up to, in the order that the config asks for."""
 
         def ready() -> None:
             self._beat.phase("reduce")
 
         if self._config.reduction == "fast":
-            return plane.sum(own[0], ready)
+            return plane.begin_sum(own[0], ready)
         return tree_sum(plane, own, self._config.batch_shards, ready)
+
+    def _wait(self, summing: Summing) -> None:
+        self._beat.phase("gradient")  # what is waited for first, where the sum is only queued
+        summing.wait()
+        self._beat.phase("update")
 
     def _not_finite(
         self, plane: DataPlane, state: Committed, before: int, new: Outcome, found: Nonfinite

@@ -9,6 +9,7 @@ digests meet, and they travel by the program of the step: nothing is compiled fo
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import struct
 from collections.abc import Sequence
@@ -17,12 +18,13 @@ import jax
 
 from ftrain.digests import Digests
 from ftrain.errors import AttemptFailedError
-from ftrain.mesh import DataPlane
+from ftrain.mesh import DataPlane, Summing
 from ftrain.replicas import differ
 from ftrain.state import Committed, StateSpec, host_bytes
 from ftrain.transfer import Transfer
 
 HEADER = struct.Struct("<qq32s")  # step, cursor, digest; zeros from who has no state
+IN_FLIGHT = 8  # buckets queued on a GPU when a leaf is taken up: the link does not idle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,9 +111,15 @@ def _broadcast(
     """
     leaves: dict[int, jax.Array] = {}
     empty = transfer.empty() if given is None else None  # one serves every sum
+    under_way: collections.deque[Summing] = collections.deque()
     for part, count in enumerate(transfer.counts):
         mine = [empty] * count if given is None else transfer.cut(part, given)
-        summed = [plane.sum([bucket])[0] for bucket in mine]
+        summing = [plane.begin_sum([bucket]) for bucket in mine]
+        under_way.extend(summing)
+        while len(under_way) > IN_FLIGHT or (under_way and transfer.is_by_host(part)):
+            under_way.popleft().wait()
         if keep:
-            leaves |= transfer.join(part, summed)
+            leaves |= transfer.join(part, [bucket for each in summing for bucket in each.buffers])
+    while under_way:
+        under_way.popleft().wait()
     return [leaves[i] for i in range(len(leaves))]

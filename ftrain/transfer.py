@@ -3,7 +3,7 @@
 A bucket is uint32[1, 1, words], the same whatever the state, so that one small program sums them
 all. Large leaves are cut and joined on the device, by a pair of programs for each kind of leaf that
 hold no collective and are compiled at the start (rule R10); small ones travel together by way of
-the host. Beside the state this takes a copy of its largest leaf.
+the host. Beside the state this takes a copy of its largest leaf, and a few buckets.
 """
 
 from __future__ import annotations
@@ -83,6 +83,10 @@ class Transfer:
         padded[: data.size] = data
         rows = padded.view(np.uint32).reshape(-1, 1, 1, self.words)
         return [jax.device_put(row, self._home) for row in rows]
+
+    def is_by_host(self, part: int) -> bool:
+        """Whether `join` needs the buckets of that part to be there."""
+        return part >= len(self._large)
 
     def join(self, part: int, buckets: Buckets) -> dict[int, jax.Array]:
         """The leaves of one part, by their place in the state, from the buckets `cut` gave."""

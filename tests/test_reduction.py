@@ -96,7 +96,7 @@ def test_the_nodes_of_a_step_add_up_to_its_sums(steps):
     """Against the fast way, and `stop` is in them once."""
     batches = steps.batches
     [alone] = steps.programs.nodes(steps.first, batches, stop=True)
-    assert reduction.tree_sum(Plane(), [alone], SHARDS) is alone
+    assert reduction.tree_sum(Plane(), [alone], SHARDS).result() is alone
     [fast] = steps.sums(steps.first, ALONE, stop=[0])
     np.testing.assert_allclose(alone[0], fast, rtol=1e-5)
     assert float(alone[0][0, 0, -1]) == 1

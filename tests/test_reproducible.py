@@ -83,7 +83,7 @@ def test_who_dies_before_its_slices_are_sent_holds_nobody_up(tmp_path):
     """The others wait for it in the exchange; they drop the step and go on."""
     sets = [
         "trainer=tests/trainers.py:DiesAt",
-        "trainer_args={where: 'ftrain.mesh:DataPlane.collect', worker: 3, call: 30}",
+        "trainer_args={where: 'ftrain.mesh:DataPlane.begin', worker: 3, call: 30}",
         "reduction=reproducible",
         "steps=60",
     ]

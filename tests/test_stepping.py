@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ftrain.config import Config
+from ftrain.mesh import Summing
 from ftrain.outcome import Progress
 from ftrain.state import Committed
 from ftrain.step import Begun
@@ -78,7 +79,7 @@ def parts() -> Any:
 
 def plane(workers: int = 1, rank: int = 0) -> Any:
     return SimpleNamespace(
-        workers=list(range(workers)), rank=rank, sum=lambda buffers, ready: buffers
+        workers=list(range(workers)), rank=rank, begin_sum=lambda own, ready: Summing(own)
     )
 
 

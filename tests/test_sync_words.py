@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from ftrain.digests import Digests, digest_of
 from ftrain.errors import AttemptFailedError
-from ftrain.mesh import DataPlane
+from ftrain.mesh import DataPlane, Summing
 from ftrain.state import (
     Committed,
     StateSpec,
@@ -60,8 +60,8 @@ class Plane(DataPlane):
         self._home = jax.local_devices()[0]
         self._table = table_of(HEADER.size * len(self.workers))
 
-    def sum(self, buffers: list[jax.Array]) -> list[jax.Array]:
-        return [jnp.asarray(total) for total in self._meeting.sum(self.rank, buffers)]
+    def begin_sum(self, buffers: list[jax.Array]) -> Summing:
+        return Summing([jnp.asarray(total) for total in self._meeting.sum(self.rank, buffers)])
 
 
 class Meeting:

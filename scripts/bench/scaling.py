@@ -38,14 +38,20 @@ class Service:
         argv += ["", "127.0.0.1", "0"]
         env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
         self._child = Child(lambda ends: launch(argv, env, ends))
+        # A service whose log nobody reads stops at 64 kB of it, which is 480 clients' connecting.
+        threading.Thread(target=self._read_log, daemon=True).start()
         began = time.monotonic()
         self.address = self._line("ready", START_S)
         self.start_s = time.monotonic() - began
 
+    def _read_log(self) -> None:
+        while True:
+            self._child.pipes["stderr"].lines()
+            time.sleep(0.01)
+
     def _line(self, word: str, timeout_s: float) -> str:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            self._child.pipes["stderr"].lines()  # or the pipe is full and it waits for us
             for line in self._child.pipes["stdout"].lines()[0]:
                 if line.startswith(word):
                     return line.split()[1]

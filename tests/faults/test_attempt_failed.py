@@ -13,10 +13,12 @@ from tests.runs import Run, running
 # Around the sum while the others are inside it; in the sync that follows, before its first sum and
 # at its check; in the settle. Each counts its own calls, so that failures fall into recoveries too.
 PLACES = {
-    "in_a_step": "{'ftrain.mesh:DataPlane.sum': 12}",
-    "in_the_sync": "{'ftrain.mesh:DataPlane.sum': 25, 'ftrain.mesh:DataPlane.gather': 2}",
-    "at_its_check": "{'ftrain.mesh:DataPlane.sum': 25, 'ftrain.sync:differ': 2}",
-    "in_the_settle": "{'ftrain.mesh:DataPlane.sum': 25, 'ftrain.membership:Members._meet': 2}",
+    "in_a_step": "{'ftrain.mesh:DataPlane.begin_sum': 12}",
+    "in_the_sync": "{'ftrain.mesh:DataPlane.begin_sum': 25, 'ftrain.mesh:DataPlane.gather': 2}",
+    "at_its_check": "{'ftrain.mesh:DataPlane.begin_sum': 25, 'ftrain.sync:differ': 2}",
+    "in_the_settle": (
+        "{'ftrain.mesh:DataPlane.begin_sum': 25, 'ftrain.membership:Members._meet': 2}"
+    ),
 }
 OFTEN = ("in_a_step", "in_the_sync")  # the others with `-m slow`
 TIMES = 10
@@ -64,7 +66,7 @@ def test_all_abort_together_and_no_process_ends(tmp_path, where, worker, sets=()
 @pytest.mark.slow
 def test_failed_attempts_leave_nothing_behind(tmp_path, sets=()):
     """Descriptors and threads of both after the last failure as after the third."""
-    where = "{'ftrain.mesh:DataPlane.sum': 12}"
+    where = "{'ftrain.mesh:DataPlane.begin_sum': 12}"
     sets = ["steps=100000", "cluster.workers=2", *failing(where, 1), *sets]
     with running("tests/paced.yaml", tmp_path / "run", *sets) as run:
         pids = [run.wait_for_event("worker_started", worker=w)["pid"] for w in (0, 1)]
