@@ -169,6 +169,9 @@ class Recorder:
             name = ".".join(map(str, (self._holder, *history)))
             self._event("history_began", {**record, "history": name}, "history", "step")
 
+    def _on_attempt_failed(self, worker: int, record: Record, generation: int) -> None:
+        self._event("attempt_failed", {"worker": worker, **record}, "worker", "reason")
+
     def _on_step_aborted(self, worker: int, record: Record, generation: int) -> None:
         if self._first("aborted", record["view"]):
             self.aborts += 1

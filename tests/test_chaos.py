@@ -20,7 +20,7 @@ import pytest
 from ftrain.chaos import disk
 from ftrain.chaos.faults import Injector, refusals
 from ftrain.chaos.hook import VARIABLE, FaultFeed
-from ftrain.chaos.orders import flip_bit, order
+from ftrain.chaos.orders import flip_bit, obey, order, taken_at
 from ftrain.chaos.plan import (
     COORDINATOR,
     DEFAULT,
@@ -275,6 +275,19 @@ def test_an_order_that_nobody_takes_is_withdrawn_and_told(tmp_path):
     injector.heal()
     assert list((tmp_path / "orders").iterdir()) == []
     assert injector.injections[0].row["outcome"].startswith("not taken")
+
+
+def test_who_comes_second_to_an_order_still_reads_an_order(tmp_path, monkeypatch):
+    """It may have opened the file before another worker took it."""
+    monkeypatch.setenv("FTRAIN_RUN_DIR", str(tmp_path))
+    monkeypatch.setenv("FTRAIN_WORKER_ID", "0")
+    monkeypatch.setenv("FTRAIN_INCARNATION", "0")
+    path = order(tmp_path, "sleep", "update", seconds=0)
+    with path.open() as second:
+        obey("update")
+        assert json.load(second)["fault"] == "sleep"
+    assert taken_at(path) is not None
+    assert [p.name for p in path.parent.iterdir()] == ["any-update.taken-0"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

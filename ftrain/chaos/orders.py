@@ -51,8 +51,7 @@ def order(
 def taken_at(path: Path) -> float | None:
     """When an order was taken (unix seconds), or None: then it is still there."""
     for file in path.parent.glob(f"{path.name}.taken-*"):
-        with contextlib.suppress(ValueError):  # renamed, and not yet written
-            return float(file.read_text())
+        return float(file.read_text())
     return None
 
 
@@ -99,8 +98,11 @@ def obey(place: str, step: int = -1) -> None:
                 continue
             mine = os.environ["FTRAIN_WORKER_ID"]
             claimed = path.rename(folder / f"{path.name}.claimed-{mine}")
-            claimed.write_text(str(time.time()))
-            claimed.rename(folder / f"{path.name}.taken-{mine}")
+            # Another file, and only then without this one: others may be about to read it still.
+            draft = folder / f"{path.name}.draft-{mine}"
+            draft.write_text(str(time.time()))
+            draft.rename(folder / f"{path.name}.taken-{mine}")
+            claimed.unlink()
             _wait_for_others(folder, place, told.get("together", 1))
             FAULTS[told["fault"]](told)
 

@@ -54,6 +54,8 @@ def test_all_abort_together_and_no_process_ends(tmp_path, where, worker, sets=()
         check_replicas_agree(run)
         check_nothing_left(run)
         assert len(failures(run)) >= TIMES // 2  # one abort may answer two failures
+        told = [e["reason"] for e in run.events("attempt_failed") if e["worker"] == worker]
+        assert len([reason for reason in told if reason.startswith("injected at")]) == TIMES
         for failure in failures(run):
             commit = next(m for m in run.metrics() if m["t"] > failure["t"])
             assert commit["t"] - failure["t"] < NEXT_COMMIT_S
