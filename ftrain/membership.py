@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import faulthandler
 import hashlib
 import json
 import os
@@ -122,6 +123,7 @@ class Members:
 
     def _end_stuck(self) -> NoReturn:
         self._report("stuck", reason="its collective was cancelled and did not end")
+        faulthandler.dump_traceback()
         os._exit(WORKER_STUCK)
 
     @contextlib.contextmanager

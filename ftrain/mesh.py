@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +26,9 @@ from ftrain.table import Table
 
 if TYPE_CHECKING:
     from ftrain.communicators import Cutter
+
+WATCH_LATE_S = 3.0
+POLL_S = 0.005
 
 Buffers = list[jax.Array]  # one flat buffer per dtype, each of shape (1, 1, n), on a local device
 
@@ -206,13 +210,31 @@ class DataPlane:
         CPU (see `lane`); on GPU they are cancelled or the process ends.
         """
         try:
-            summed = self._cutter.run(lambda: self._run(program, joined))
+            summed = self._cutter.run(lambda: self._run_known(program, joined))
         except LeftBehindError:
             if not self._connected:
                 self._end_connecting()
             raise
         self._connected = True
         return summed
+
+    def _run_known(self, program: jax.stages.Compiled, joined: list[jax.Array]) -> list[jax.Array]:
+        """Once this worker's backend knows the members as they are now.
+
+        On GPU it names the communicators by the incarnations that it was told when the stores met,
+        and looks these up in what it hears from a watch of its own, which may be late: then it
+        calls a new incarnation stale (CheckCliqueIsntStale of XLA, jax 0.11.2). An attempt that
+        failed for that would leave the others in NCCL, connecting, from where nothing lets them go.
+        """
+        deadline = time.monotonic() + WATCH_LATE_S
+        while True:
+            try:
+                return self._run(program, joined)
+            except jax.errors.JaxRuntimeError as error:
+                late = "Incarnation id" in str(error) and "is stale" in str(error)
+                if not late or self._cutter.failed.is_set() or time.monotonic() > deadline:
+                    raise
+            time.sleep(POLL_S)
 
     @staticmethod
     def _run(program: jax.stages.Compiled, joined: list[jax.Array]) -> list[jax.Array]:
