@@ -46,6 +46,21 @@ def test_leaves_are_joined_and_cut_as_the_device_likes(monkeypatch):
     assert on_device(empty, Committed(0, 0, [])) == digest_of([], 0, 0, [])
 
 
+@pytest.mark.parametrize("part", [8, 10, 1000, 1024])
+def test_a_large_leaf_may_be_added_up_part_by_part(monkeypatch, part):
+    """On CPU, whether parts are left over or not, and wherever in the whole it begins."""
+    tree = {"a": jnp.arange(70.0), "b": jnp.arange(1000.0), "c": jnp.arange(16.0)}
+    tree |= {"d": jnp.arange(1000, dtype=jnp.bfloat16), "e": jnp.arange(1000) * (1 + 2j)}
+    tree |= {"f": jnp.arange(2000).reshape(2, -1) % 2 == 0}
+    spec, state = state_of(tree)
+    before = on_device(spec, state)
+    monkeypatch.setattr(digests_module, "SMALL", 20)
+    monkeypatch.setattr(digests_module, "LOOPED", max(64, part))
+    monkeypatch.setattr(digests_module, "PART", part)
+    jax.clear_caches()
+    assert on_device(spec, state) == before
+
+
 def test_two_leaves_that_change_places_change_the_digest():
     """Their words are the same, at other places."""
     a, b = jnp.arange(5.0), jnp.arange(5.0) + 1
