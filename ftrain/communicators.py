@@ -5,8 +5,9 @@ others wait for their neighbours until a timeout of minutes. So whoever sees a f
 the view; a listener thread in every worker waits on it and shuts the view's own sockets down, so
 that a hung collective raises at once; one that does not is left behind (`lane`). On GPU, JAX
 cancels NCCL by incarnation and nothing is cut. What waits in NCCL while it connects is not let go
-(jax 0.11.2), and keeps the device from all later work: then the process ends, since the others wait
-for it in the barrier, and its replacement takes part seconds later.
+(jax 0.11.2), and keeps the device from all later work. Who waits for that may not go on: in the
+next view the others would connect to it, and be stuck as well. So its process ends, before it
+reaches the barrier, the others go on without it, and its replacement takes part seconds later.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ftrain.lane import Lane
 from ftrain.tcp_sockets import tcp_sockets
 
 LEAVE_S = 0.2  # to come out of a cancelled collective: it takes milliseconds, or never ends
-STUCK_S = 5.0  # after that, for a device that it holds
+STUCK_S = 5.0  # the same, if it holds the device: whatever else is on it must end first
 POLL_S = 0.02
 
 T = TypeVar("T")
@@ -37,8 +38,8 @@ class Cutter:
       wait: blocks until the view's failure key is set; raises `ConnectionError` when it cannot.
       peer_ports: the ports the members of the view listen on, asked for when there is a failure.
       own_ports: the ports that this worker listens on for the view.
-      stuck: called when a collective goes on although it was cancelled and left behind; None where
-        that harms nobody.
+      stuck: called when a collective goes on although it was cancelled, and holds the device; None
+        where it holds none, and whoever waits for it is let go.
 
     Attributes:
       failed: set when the view has failed. No collective begins from then on.
@@ -89,10 +90,11 @@ class Cutter:
                     return
                 self.failed.set()
                 cut_connections(self._own_ports | self._peer_ports())
-            if self._is_left_within(LEAVE_S):
+            if self._is_left_within(LEAVE_S if self._stuck is None else STUCK_S):
                 return
-            self._lane.leave()
-            if self._stuck is not None and not self._is_left_within(STUCK_S):
+            if self._stuck is None:
+                self._lane.leave()
+            else:
                 self._stuck()
 
     def _is_left_within(self, seconds: float) -> bool:

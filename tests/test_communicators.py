@@ -269,16 +269,17 @@ def test_a_cancelled_collective_that_does_not_end_is_left_behind():
     assert threads_named("ftrain-lane") == []
 
 
-def test_one_that_holds_the_device_is_told_too(monkeypatch):
-    """Who was let go can do nothing with the device; the process must end."""
+def test_one_that_holds_the_device_is_told_and_nobody_let_go(monkeypatch):
+    """Who was let go would meet the others again, who would wait for its device; it must end."""
     monkeypatch.setattr("ftrain.communicators.STUCK_S", 0.2)
     failure, stuck = Failure(), threading.Event()
     cutter = Cutter(failure.wait, set, set(), stuck.set)
     collective = Collective(cutter)
     failure.key.set()
-    end_of([collective.waiting])
-    assert not stuck.is_set() and stuck.wait(DEADLINE_S)
+    assert stuck.wait(DEADLINE_S) and collective.waiting.is_alive()
     collective.ended.set()
+    end_of([collective.waiting])
+    assert collective.error is None
     cutter.end()
 
 

@@ -21,6 +21,7 @@ import ftrain
 from ftrain.chaos.orders import obey, obey_at_phases
 from ftrain.errors import AttemptFailedError
 from ftrain.loop import StepLoop
+from ftrain.membership import Members
 from ftrain.mesh import DataPlane
 
 
@@ -225,21 +226,29 @@ class FailsAttempt(Paced):
 
 
 class KeptByCollective(Paced):
-    """A failed collective of worker `worker`'s first process does not end, as gloo's may."""
+    """A failed collective of worker `worker`'s first process does not end, as gloo's may.
 
-    def __init__(self, *, worker: int, pause_s: float = 0.0):
+    `holds_device`: as one of NCCL's that connects, which keeps the device.
+    """
+
+    def __init__(self, *, worker: int, holds_device: bool = False, pause_s: float = 0.0):
         super().__init__(pause_s=pause_s)
-        if mine(worker):
-            run = DataPlane._run
+        if not mine(worker):
+            return
+        run, listen = DataPlane._run, Members._listen_for_failure
 
-            def kept(program, joined):
-                try:
-                    return run(program, joined)
-                except (ValueError, jax.errors.JaxRuntimeError):
-                    print("kept", flush=True)
-                    threading.Event().wait()
+        def kept(program, joined):
+            try:
+                return run(program, joined)
+            except (ValueError, jax.errors.JaxRuntimeError):
+                print("kept", flush=True)
+                threading.Event().wait()
 
-            DataPlane._run = staticmethod(kept)
+        DataPlane._run = staticmethod(kept)
+        if holds_device:
+            Members._listen_for_failure = lambda self, ports, own: listen(
+                self, ports, own, self._end_stuck
+            )
 
 
 class SpinsOnDevice(Paced):

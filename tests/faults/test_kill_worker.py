@@ -11,7 +11,11 @@ from tests.checks import (
     check_nothing_left,
     check_replicas_agree,
 )
-from tests.runs import REPOSITORY, running
+from tests.runs import REPOSITORY, Run, running
+
+
+def log_of(run: Run, worker: int) -> str:
+    return (run.run_dir / "logs" / f"worker-{worker}.log").read_text()
 
 
 def test_killed_workers_cost_no_committed_step_and_come_back(tmp_path):
@@ -58,7 +62,7 @@ def test_a_survivor_leaves_a_collective_that_does_not_end(tmp_path):
         seen = len(run.events())
         run.kill(1)
         run.wait_back(1, seen)
-        assert "kept" in (run.run_dir / "logs" / "worker-2.log").read_text()
+        assert "kept" in log_of(run, 2)
         steps = run.stop()
         check_each_step_once(run, steps)
         check_replicas_agree(run)
@@ -66,6 +70,30 @@ def test_a_survivor_leaves_a_collective_that_does_not_end(tmp_path):
         check_nothing_left(run)
         assert [e["worker"] for e in run.events("worker_exited") if e.get("signal")] == [1]
         assert run.events("hang_detected", "checkpoint_restored") == []
+
+
+@pytest.mark.slow
+def test_a_survivor_whose_device_is_held_ends_and_the_others_go_on(tmp_path):
+    """It may not meet them again: they would wait for its device."""
+    sets = [
+        "steps=100000",
+        "trainer=tests/trainers.py:KeptByCollective",
+        "trainer_args={worker: 2, holds_device: true}",
+    ]
+    with running("tests/paced.yaml", tmp_path / "run", *sets) as run:
+        run.wait_for_step(20)
+        seen = len(run.events())
+        run.kill(1)
+        ended = run.wait_for_event("worker_exited", worker=2)
+        assert "did not let it go" in ended["reason"]
+        assert [v["workers"] for v in run.events("view_changed")] == [[0, 1, 2, 3]]
+        for worker in (1, 2):
+            run.wait_back(worker, seen)
+        steps = run.stop()
+        check_each_step_once(run, steps)
+        check_replicas_agree(run)
+        assert run.events("hang_detected", "checkpoint_restored") == []
+        assert "in _end_stuck" in log_of(run, 2)  # the stacks of its threads
 
 
 @pytest.mark.slow
