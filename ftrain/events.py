@@ -17,8 +17,8 @@ Every event has `t` (unix seconds, of the fact itself), `event`, and where it ap
                                            sync_s of it after all had met, connect_s of that until
                                            there were new communicators
     state_synced{worker,donor,step,bytes,seconds,digest}
-    attempt_failed{worker,reason}          it could not finish the step, and nobody died for that;
-                                           or somebody did, and this is how it noticed
+    attempt_failed{worker,reason}          why it could not finish the step, which is tried again;
+                                           after a death, how this worker noticed
     step_aborted{step,failed,seconds}      of the attempt, up to the abort
     evaluated{step,metrics,seconds}
     time_spent{step,steps,seconds}         by phase of the lowest worker (see `beat`), in its last
