@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 
 import jax
 import numpy as np
 
+from ftrain.communicators import Cutter
 from ftrain.mesh import DataPlane
 from ftrain.runtime import Runtime
 from ftrain.table import Table
@@ -41,7 +43,8 @@ def sum_with_other(address: str, worker: int, platform: str) -> float:
     runtime.start_backend()
     by_worker = sorted(runtime.new_view_devices(), key=lambda d: d.process_index)
     table = Table([jax.ShapeDtypeStruct((1, 1, SIZE), np.float32)], SIZE)
-    plane = DataPlane(by_worker, range(WORKERS), worker, table, lambda low: low.compile())
+    never = Cutter(threading.Event().wait, set, set())  # whoever waits for this is killed
+    plane = DataPlane(by_worker, range(WORKERS), worker, table, lambda low: low.compile(), never)
     plane.connect()
     mine = np.full((1, 1, SIZE), worker + 1, np.float32)
     summed = plane.sum([jax.device_put(mine, jax.local_devices()[0])])
