@@ -116,10 +116,8 @@ def _broadcast(
         mine = [empty] * count if given is None else transfer.cut(part, given)
         summing = [plane.begin_sum([bucket]) for bucket in mine]
         under_way.extend(summing)
-        while len(under_way) > IN_FLIGHT or (under_way and transfer.is_by_host(part)):
+        while len(under_way) > (0 if transfer.is_by_host(part) else IN_FLIGHT):
             under_way.popleft().wait()
         if keep:
             leaves |= transfer.join(part, [bucket for each in summing for bucket in each.buffers])
-    while under_way:
-        under_way.popleft().wait()
     return [leaves[i] for i in range(len(leaves))]

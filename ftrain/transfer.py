@@ -85,7 +85,7 @@ class Transfer:
         return [jax.device_put(row, self._home) for row in rows]
 
     def is_by_host(self, part: int) -> bool:
-        """Whether `join` needs the buckets of that part to be there."""
+        """Whether `join` needs the buckets of that part to be there: so it is for the last one."""
         return part >= len(self._large)
 
     def join(self, part: int, buckets: Buckets) -> dict[int, jax.Array]:

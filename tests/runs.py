@@ -92,6 +92,10 @@ class Run:
             self._read[name] = rows, start + len(whole)
         return self._read.get(name, ([], 0))[0][:]
 
+    def log(self, worker: int) -> str:
+        """What a worker's processes have written, all incarnations."""
+        return (self.run_dir / "logs" / f"worker-{worker}.log").read_text()
+
     def events(self, *names: str) -> list[dict[str, Any]]:
         """Its events so far, of those names or of all."""
         rows = self.rows("events.jsonl")

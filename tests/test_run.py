@@ -263,7 +263,7 @@ def test_user_prints_come_once_and_logs_keep_all(tmp_path):
         assert run.finish() == 0
         assert run.output.count("forked ") == 1 and "[0] forked " in run.output
         for worker in range(4):
-            assert "forked " in (run.run_dir / "logs" / f"worker-{worker}.log").read_text()
+            assert "forked " in run.log(worker)
 
 
 def test_start_is_told_within_seconds(tmp_path):

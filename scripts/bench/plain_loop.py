@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(REPOSITORY))
@@ -41,19 +42,29 @@ def main() -> None:
 def start(arguments: argparse.Namespace) -> None:
     from ftrain.config import load_config
 
+    workers = load_config(arguments.config, arguments.set).cluster.workers
+    processes = launch(__file__, workers, arguments.platform, sys.argv[1:])
+    sys.exit(max(process.wait() for process in processes))
+
+
+def launch(
+    script: str, workers: int, platform: str, argv: list[str], **options: Any
+) -> list[subprocess.Popen[str]]:
+    """The processes of a script without ftrain, each told `--worker` and `--address`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    workers = load_config(arguments.config, arguments.set).cluster.workers
     processes = []
     for worker in range(workers):
         env = dict(os.environ, XLA_PYTHON_CLIENT_PREALLOCATE="false")
-        env["JAX_PLATFORMS"] = {"gpu": "cuda"}.get(arguments.platform, arguments.platform)
-        if arguments.platform == "gpu":
+        env["JAX_PLATFORMS"] = {"gpu": "cuda"}.get(platform, platform)
+        if platform == "gpu":
             env["CUDA_VISIBLE_DEVICES"] = str(worker)
-        argv = [sys.executable, __file__, *sys.argv[1:], "--worker", str(worker)]
-        processes.append(subprocess.Popen([*argv, "--address", address], env=env))
-    sys.exit(max(process.wait() for process in processes))
+        mine = ["--worker", str(worker), "--address", address]
+        processes.append(
+            subprocess.Popen([sys.executable, script, *argv, *mine], env=env, **options)
+        )
+    return processes
 
 
 def work(arguments: argparse.Namespace) -> None:

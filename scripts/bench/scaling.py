@@ -27,7 +27,7 @@ from ftrain.processes import Child, launch
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 TICKS = os.sysconf("SC_CLK_TCK")
-START_S = 300
+START_S = 60
 
 
 class Service:
@@ -96,7 +96,7 @@ def clients(address: str, ids: list[int], workers: int, rounds: int, results: An
         )
         client.connect()
         seconds: dict[str, list[float]] = {"barrier": [], "settle": [], "fenced": []}
-        client.wait_at_barrier("begin", START_S * 1000, every)  # hundreds take minutes to connect
+        client.wait_at_barrier("begin", START_S * 1000, every)
         for _ in range(rounds):
             began = time.perf_counter()
             client.get_live_nodes(every)

@@ -16,15 +16,16 @@ import json
 import os
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from scripts.bench.plain_loop import launch
+from tests.runs import running
 
 CONFIG = "scripts/bench/sized.yaml"
 LINK_MB = (4, 16, 256)
@@ -33,19 +34,10 @@ REPEAT = 15
 
 def link(arguments: argparse.Namespace) -> dict[str, float]:
     """GB/s of a sum over the workers, by the buffer's megabytes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    processes = []
-    for worker in range(arguments.workers):
-        env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-        env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-        env["JAX_PLATFORMS"] = {"gpu": "cuda"}.get(arguments.platform, arguments.platform)
-        if arguments.platform == "gpu":
-            env["CUDA_VISIBLE_DEVICES"] = str(worker)
-        argv = [sys.executable, __file__, "--platform", arguments.platform]
-        argv += ["--workers", str(arguments.workers), "--link", address, str(worker)]
-        processes.append(subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True))
+    argv = ["--platform", arguments.platform, "--workers", str(arguments.workers)]
+    processes = launch(
+        __file__, arguments.workers, arguments.platform, argv, stdout=subprocess.PIPE, text=True
+    )
     outputs = [process.communicate(timeout=300)[0] for process in processes]
     return json.loads(outputs[0].strip().splitlines()[-1])
 
@@ -81,8 +73,6 @@ def link_worker(platform: str, workers: int, address: str, worker: int) -> None:
 
 def ours(arguments: argparse.Namespace, width: int) -> dict[str, object]:
     """Kills of the last worker, one after the other."""
-    from tests.runs import running
-
     folder = arguments.run_dir / f"width-{width}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -129,11 +119,11 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--run-dir", type=Path, default=Path("runs/bench-sync-rate"))
     parser.add_argument("--out", type=Path, default=Path("runs/bench-sync-rate.json"))
-    parser.add_argument("--link", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--address", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.link:
-        address, worker = arguments.link
-        link_worker(arguments.platform, arguments.workers, address, int(worker))
+    if arguments.worker is not None:
+        link_worker(arguments.platform, arguments.workers, arguments.address, arguments.worker)
         return
     results: dict[str, object] = {"link_gb_per_s": link(arguments)}
     for size, rate in results["link_gb_per_s"].items():

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import subprocess
 import sys
 
 import pytest
 
-from tests.runs import REPOSITORY
+from tests.runs import REPOSITORY, environment
+from tests.several_hosts import free_port
 
 DEADLINE_S = 240.0
 
@@ -17,15 +16,11 @@ DEADLINE_S = 240.0
 @pytest.mark.slow
 def test_a_collective_whose_last_bytes_are_half_there_is_left_behind():
     """About one cut in eight is not noticed by gloo; the worker goes on, to a view that works."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "tests.half_there", str(port), "0"]
-    one_device_each = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    command = [sys.executable, "-m", "tests.half_there", str(free_port()), "0"]
     done = subprocess.run(
         command,
         cwd=REPOSITORY,
-        env=one_device_each,
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,

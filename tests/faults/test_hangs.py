@@ -51,7 +51,7 @@ def test_a_stuck_worker_is_shown_ended_and_replaced(tmp_path, fault, at, functio
             assert "it was stopped by a signal" in told
         else:
             assert f", in {function}" in told
-            assert function in (run_dir / "logs" / f"worker-{worker}.log").read_text()
+            assert function in run.log(worker)
 
 
 @pytest.mark.slow

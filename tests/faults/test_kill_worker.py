@@ -11,11 +11,7 @@ from tests.checks import (
     check_nothing_left,
     check_replicas_agree,
 )
-from tests.runs import REPOSITORY, Run, running
-
-
-def log_of(run: Run, worker: int) -> str:
-    return (run.run_dir / "logs" / f"worker-{worker}.log").read_text()
+from tests.runs import REPOSITORY, running
 
 
 def test_killed_workers_cost_no_committed_step_and_come_back(tmp_path):
@@ -62,7 +58,7 @@ def test_a_survivor_leaves_a_collective_that_does_not_end(tmp_path):
         seen = len(run.events())
         run.kill(1)
         run.wait_back(1, seen)
-        assert "kept" in log_of(run, 2)
+        assert "kept" in run.log(2)
         steps = run.stop()
         check_each_step_once(run, steps)
         check_replicas_agree(run)
@@ -93,7 +89,7 @@ def test_a_survivor_whose_device_is_held_ends_and_the_others_go_on(tmp_path):
         check_each_step_once(run, steps)
         check_replicas_agree(run)
         assert run.events("hang_detected", "checkpoint_restored") == []
-        assert "in _end_stuck" in log_of(run, 2)  # the stacks of its threads
+        assert "in _end_stuck" in run.log(2)  # the stacks of its threads
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ def test_supervisor_death_leaves_no_process_and_the_same_command_continues(tmp_p
     sets = ["trainer=tests/trainers.py:Forks", "steps=300", "checkpoint.every_steps=20"]
     with running("tests/paced.yaml", tmp_path / "run", *sets) as run:
         run.wait_for_event("checkpoint_saved")
-        logs = [(run.run_dir / "logs" / f"worker-{w}.log").read_text() for w in range(4)]
+        logs = [run.log(w) for w in range(4)]
         forked = [int(log.split("forked ")[1].split()[0]) for log in logs]
         assert all(is_alive(pid) for pid in forked)
         run.process.kill()
