@@ -72,7 +72,7 @@ class DataPlane:
         end_connecting: Callable[[], None] = lambda: None,
     ):
         self._cutter, self._end_connecting = cutter, end_connecting
-        self._connected = False
+        self._ran: set[tuple] = set()  # the keys of the programs that have run in this view
         self.workers = list(workers)
         self.rank = self.workers.index(me)
         self._table, self._compile = table, compile
@@ -145,18 +145,22 @@ class DataPlane:
           buffers: this worker's.
           ready: as for `begin_sum`.
 
-        A collective, for two members or more, and it raises, as `begin_sum`.
+        A collective, for two members or more, and it raises, as `begin_sum`. The first run of each
+        is waited for: NCCL connects in it what that size needs, and meanwhile holds its caller.
         """
         with self._failing():
             joined = [self._joined(buffer) for buffer in buffers]
-            program = self._program(name, body, joined)
-            if self._connected and self._home.platform == "gpu":
-                summed = program(joined)
+            key = (name, *((b.shape, b.dtype) for b in joined))
+            program = self._program(key, body, joined)
+            if key in self._ran and self._home.platform == "gpu":
+                with self._cutter.cancellable():
+                    summed = program(joined)
                 wait = functools.partial(self._wait, joined, summed, ready)
                 return Summing([self._own(array) for array in summed], wait)
             jax.block_until_ready(joined)
             ready()
             summed = self._run_in_lane(program, joined)
+            self._ran.add(key)
         return Summing([self._own(array) for array in summed])
 
     @contextlib.contextmanager
@@ -212,10 +216,9 @@ class DataPlane:
         try:
             summed = self._cutter.run(lambda: self._run_known(program, joined))
         except LeftBehindError:
-            if not self._connected:
+            if not self._ran:
                 self._end_connecting()
             raise
-        self._connected = True
         return summed
 
     def _run_known(self, program: jax.stages.Compiled, joined: list[jax.Array]) -> list[jax.Array]:
@@ -241,9 +244,8 @@ class DataPlane:
         return jax.block_until_ready(program(joined))
 
     def _program(
-        self, name: Hashable, body: Callable[[Buffers], Buffers], buffers: Buffers
+        self, key: tuple, body: Callable[[Buffers], Buffers], buffers: Buffers
     ) -> jax.stages.Compiled:
-        key = (name, *((b.shape, b.dtype) for b in buffers))
         if key not in self._programs:
             spec = P("worker", "device")
             collected = jax.shard_map(body, mesh=self._mesh, in_specs=spec, out_specs=spec)

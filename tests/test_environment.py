@@ -152,6 +152,13 @@ def test_a_gpu_worker_survives_failed_collectives():
     assert env["XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE"] == "1"
 
 
+def test_a_gpu_worker_launches_its_programs_itself():
+    """Whatever the user has set: a launching thread of the device's races with who calls it."""
+    given = {"XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT": "1"}
+    env = worker_environment(config(), "gpu", given)
+    assert env["XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT"] == "0"
+
+
 def test_a_reproducible_gpu_worker_does_not_choose_kernels_by_timing_them():
     """Two processes could choose differently; the user's own choice against it is refused."""
     given = config().model_copy(update={"reduction": "reproducible"})

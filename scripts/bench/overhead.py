@@ -8,7 +8,7 @@ step, run ahead, takes about that long; then plain loop and ftrain train the sam
 batch, one after the other, in the order that alternates. `waited`: the plain loop waits for each
 step's result, as one does that looks at its loss; `ahead`: it lets one step run ahead. ftrain's
 step is the time from one commit to the next. Prints medians over the pairs, and their range, and
-writes all to a file.
+writes all to a file, mean and longest step too. Ends with an error if a step was aborted.
 """
 
 from __future__ import annotations
@@ -62,8 +62,14 @@ def ours(arguments: argparse.Namespace, sets: list[str], steps: int) -> dict[str
         if run.finish(600) != 0:
             raise SystemExit(run.output)
         times = [row["t"] for row in run.metrics()[WARM_UP:]]
+        if aborted := run.events("step_aborted"):
+            raise SystemExit(f"nothing has died, and steps were aborted: {aborted}")
     steps_ms = [1e3 * (b - a) for a, b in zip(times, times[1:], strict=False)]
-    return {"ftrain_ms": statistics.median(steps_ms), "mean_ms": statistics.mean(steps_ms)}
+    return {
+        "ftrain_ms": statistics.median(steps_ms),
+        "mean_ms": statistics.mean(steps_ms),
+        "longest_ms": max(steps_ms),
+    }
 
 
 def batch_for(arguments: argparse.Namespace, workers: int, step_ms: float) -> int:

@@ -59,6 +59,14 @@ def test_recipe_trains(tmp_path, config):
         check_nothing_left(run)
 
 
+def test_no_attempt_fails_by_itself(tmp_path):
+    """XLA called 3 of 1,000 sums' own devices unknown as long as a thread launched them."""
+    with running("tests/paced.yaml", tmp_path / "run", "steps=4000", *PATIENT) as run:
+        assert run.finish() == 0
+        check(run)
+        assert run.events("attempt_failed", "step_aborted") == []
+
+
 def test_killed_workers_leave_the_other_training_and_come_back(tmp_path):
     """Worker 1 and worker 0 in turn: the other leaves the cancelled all-reduce at once."""
     with running("tests/paced.yaml", tmp_path / "run", "steps=100000", *PATIENT) as run:
@@ -88,6 +96,8 @@ def test_failed_attempts_end_no_process(tmp_path, where, worker):
         assert run.finish() == 0
         check(run)
         assert len(failures(run)) >= 5
+        of_itself = [e for e in run.events("attempt_failed") if "not found" in e["reason"]]
+        assert not of_itself
         for failure in failures(run):
             commit = next(m for m in run.metrics() if m["t"] > failure["t"])
             assert commit["t"] - failure["t"] < SOON_S
