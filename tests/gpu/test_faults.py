@@ -61,7 +61,8 @@ def test_recipe_trains(tmp_path, config):
 
 def test_no_attempt_fails_by_itself(tmp_path):
     """XLA called 3 of 1,000 sums' own devices unknown as long as a thread launched them."""
-    with running("tests/paced.yaml", tmp_path / "run", "steps=4000", *PATIENT) as run:
+    sets = ["steps=4000", "trainer_args={pause_s: 0.0}", *PATIENT]
+    with running("tests/paced.yaml", tmp_path / "run", *sets) as run:
         assert run.finish() == 0
         check(run)
         assert run.events("attempt_failed", "step_aborted") == []
