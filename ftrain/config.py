@@ -185,6 +185,8 @@ class Config(Section):
     commit: Commit = (
         "ahead"  # lean: no second state beside the gradients' sums, less memory; slower
     )
+    steps_per_commit: Count = 1  # that one barrier commits; larger: less waiting for it, a death
+    # costs so many steps again, one more state in memory
     init_from: InitFrom = Field(InitFrom(), description="a path, or a section with path")
     data: Data = Data()
     eval: Eval = Eval()

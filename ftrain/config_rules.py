@@ -15,6 +15,7 @@ def broken_rules(values: Mapping[Path, Any]) -> Iterator[tuple[list[Path], str]]
     size, shards, workers, least = map(values.get, keys)
     yield from _length(values)
     yield from _at_once(values)
+    yield from _commit(values)
     yield from _init_from(values)
     yield from _profile(values)
     if workers and least and least > workers:
@@ -46,6 +47,14 @@ def _at_once(values: Mapping[Path, Any]) -> Iterator[tuple[list[Path], str]]:
     if reaction == "ignore":
         why = "on_nonfinite=ignore does not judge sums, which several shards at once need"
         yield [keys[0], keys[2]], f"{why}; leave shards_at_once out"
+
+
+def _commit(values: Mapping[Path, Any]) -> Iterator[tuple[list[Path], str]]:
+    keys: list[Path] = [("commit",), ("steps_per_commit",)]
+    commit, count = map(values.get, keys)
+    if commit == "lean" and (count or 1) > 1:
+        why = f"commit=lean has no state before the barrier to take {count} steps from"
+        yield keys, f"{why}; leave one of them out"
 
 
 def _profile(values: Mapping[Path, Any]) -> Iterator[tuple[list[Path], str]]:

@@ -2,7 +2,7 @@
 
     with live_devices(...):     the members meet; what they do is uncommitted, under `new`
         enter the view          if it changed: settle, new communicators, everybody gets one state
-        body                    a step, a part of an evaluation, a wait, or the end
+        body                    steps, a part of an evaluation, a wait, or the end
     an answer without failures  `new` becomes the committed state, on every member
     ProcessFailureError         on every member: `new` is dropped and the same step tried again
 
@@ -145,20 +145,20 @@ class StepLoop:
         self.mine.state, self.agreed, self.differ = new.state, view, new.differ
         self.mine.progress = new.progress._replace(round=new.progress.round + 1)
         self.beat.round, self.beat.step = self.progress.round, self.state.step if self.state else -1
-        if new.metrics is not None:
+        for step in new.steps:
             self.report(
                 "commit",
-                step=self.state.step,
-                samples=self.state.cursor,
+                step=step.state.step,
+                samples=step.state.cursor,
                 workers=view.workers,
-                step_time_s=seconds,
+                step_time_s=seconds / len(new.steps),
                 lineage=self.progress.lineage,
-                eval_due=self._evaluation_due(),
-                metrics=new.metrics,
-                skipped=new.skipped,
+                eval_due=step is new.steps[-1] and self._evaluation_due(),
+                metrics=step.metrics,
+                skipped=step.skipped,
                 spent=self.beat.take_spent(),
             )
-            self.hook = new.metrics if view.lowest == self.members.me else None
+            self.hook = step.metrics if view.lowest == self.members.me else None
         if new.evaluated is not None:
             self.report(
                 "evaluated",
@@ -171,11 +171,34 @@ class StepLoop:
     # The things a block may do.
 
     def _step(self, view: View) -> Outcome:
-        """One training step, uncommitted."""
+        """Training steps up to the next commit, uncommitted: one, or up to `steps_per_commit`."""
         self.below_min_since = None
-        if self.profiler is not None:
-            self.profiler.before(self.state.step + 1, view.lowest == self.members.me)
-        return self.stepping.step(self.entrance.plane, self.state, self.progress)
+        state, progress, new = self.state, self.progress, None
+        while new is None or not self._ends_commit(new):
+            if new is not None:
+                state, progress = new.state, new.progress
+            if self.profiler is not None:
+                self.profiler.before(state.step + 1, view.lowest == self.members.me)
+            new = self.stepping.step(self.entrance.plane, state, progress).after(new)
+        return new
+
+    def _ends_commit(self, new: Outcome) -> bool:
+        """Whether `new` is to be committed before there is another step. All members agree.
+
+        They do since it follows from what they have agreed on, and from a sum. If that was not one
+        and shows something to one member alone, the barrier drops all that it has led to (R1).
+        """
+        if new.metrics is None or new.progress.stopping:
+            return True
+        step, config = new.state.step, self.config
+        every = [config.digest_every_steps, config.checkpoint.every_steps]
+        if self.evaluation is not None:
+            every.append(config.eval.every_steps)
+        return (
+            len(new.steps) >= config.steps_per_commit
+            or any(n and step % n == 0 for n in every)
+            or self.target.reached(step, new.state.cursor)
+        )
 
     def _compare_replicas(self) -> dict[int, bytes] | None:
         """Before anything is made of a step whose digest was due: all members have the same bits.

@@ -36,10 +36,24 @@ class Outcome(NamedTuple):
 
     state: Committed | None
     progress: Progress
-    metrics: dict[str, Any] | None = None  # a step's
+    metrics: dict[str, Any] | None = None  # a step's; None: no step is in it, but in `earlier`
     evaluated: dict[str, float] | None = None
     leave: bool = False
     differ: dict[int, bytes] | None = None  # the members' digests, if they are not equal
     skipped: dict[str, Any] | None = None  # what was not finite and whose it was, see `events`
     # Lean: makes state and metrics of a step, once it is committed and not before.
     apply: Callable[[], tuple[Committed, dict[str, Any]]] | None = None
+    # The steps before this one that are committed with it, in order, their leaves let go.
+    earlier: tuple[Outcome, ...] = ()
+
+    @property
+    def steps(self) -> list[Outcome]:
+        """The training steps in it, in order."""
+        return [step for step in (*self.earlier, self) if step.metrics is not None]
+
+    def after(self, before: Outcome | None) -> Outcome:
+        """This one, to be committed with what `before` has."""
+        if before is None:
+            return self
+        done = before._replace(state=before.state._replace(leaves=[]), earlier=())
+        return self._replace(earlier=(*before.earlier, done))

@@ -371,7 +371,7 @@ def test_defaults_are_those_of_the_design():
     assert load(BASE).to_yaml() == (
         "trainer: a.py:T\ntrainer_args: {}\nrun_dir: runs/x\nsteps: 400\nepochs: null\nseed: 0\n"
         "batch_size: 240\nbatch_shards: 12\nshards_at_once: null\nreduction: fast\n"
-        "reduce_dtype: float32\non_nonfinite: stop\ncommit: ahead\n"
+        "reduce_dtype: float32\non_nonfinite: stop\ncommit: ahead\nsteps_per_commit: 1\n"
         "init_from:\n  path: null\n  map: {}\n  allow_missing: []\n  allow_extra: []\n"
         "  model_state: false\n  cast: false\n"
         "data:\n  shuffle: true\n  prefetch_steps: 1\n  threads: 1\neval:\n  every_steps: 0\n"

@@ -16,6 +16,9 @@ class Rules:
     r1_ahead_is_of_committed_state: bool = True
     """Off: gradients begun before the barrier are used whatever it said."""
 
+    r1_steps_of_a_commit_end_alike: bool = True
+    """Off: a worker that is asked to stop ends the steps of a commit at once, by itself."""
+
     r2_view_is_incarnations: bool = True
     """Off: views are compared by ids, and an aborted step does not forget the agreed view."""
 
@@ -101,6 +104,9 @@ class Setting:
 
     lean: bool = False
     """What is uncommitted is the sums: a while passes between the barrier's word and the state."""
+
+    steps_per_commit: int = 1
+    """That one barrier commits; fewer where something comes that all know of."""
 
     chaos_ticks: int = 7000
     """Length of the phase with faults. A committed step takes about 8 ticks of 4 workers."""

@@ -20,6 +20,9 @@ AS_DESIGNED = {
     "ends at step 3": Setting(steps=3),
     "goes on, lean": Setting(lean=True),
     "ends at step 40, lean": Setting(steps=40, lean=True),
+    "goes on, 4 steps a commit": Setting(steps_per_commit=4),
+    "ends at step 40, 3 steps a commit": Setting(steps=40, steps_per_commit=3),
+    "is stopped, 4 steps a commit": Setting(stop_request=True, steps_per_commit=4),
     "is stopped": STOPS,
     "is stopped, min_workers 2": Setting(stop_request=True, min_workers=2),
     "is stopped, the dead are not replaced": Setting(stop_request=True, replace_after_stop=False),
@@ -50,6 +53,13 @@ LEFT_OUT = [
         Setting(),
         range(20),
         {"DIVERGED"},
+    ),
+    Variant(
+        "whoever got its SIGTERM first meets the others while they take the next step",
+        ("r1_steps_of_a_commit_end_alike",),
+        Setting(stop_request=True, steps_per_commit=4),
+        range(40),
+        {"DEADLOCK", "SPLIT", "FORK", "RECOMMIT"},
     ),
     Variant(
         "a worker that restarts quickly is taken for its former life",

@@ -34,7 +34,7 @@ class Outcome(NamedTuple):
 
     agreed: Agreed
     state: State
-    word: Reduced | Garbage | None = None
+    steps: tuple[tuple[State, Reduced | Garbage], ...] = ()  # that lead there, and their sums
 
 
 class Worker:
@@ -108,7 +108,8 @@ class Worker:
 
     def commit(self, outcome: Outcome) -> None:
         """The only place that assigns committed state, but for a verified sync (R6)."""
-        self.world.commit(self.process, outcome.state, outcome.word)
+        for state, word in outcome.steps or [(outcome.state, None)]:
+            self.world.commit(self.process, state, word)
         self.process.stopping = outcome.agreed.stopping
         self.agreed = outcome.agreed
         self.block += 1
@@ -192,19 +193,36 @@ class Worker:
             self.process.uncommitted_copy = state
 
     def step(self, agreed: Agreed, state: State) -> Generator[Any, Any, Outcome]:
-        """Local gradients, one reduction that carries the stop request along, local update."""
-        self.act(agreed, "step")
-        self.world.faults.local_error(self.process)
-        reduced = yield calls.Collective(
-            agreed.name, agreed.use, agreed.view, "step", self.gradients(state)
+        """Local gradients, one reduction that carries the stop request along, local update.
+
+        As often as one barrier commits; and no more, whatever a worker itself knows by then.
+        """
+        steps, stopping = [], False
+        while not self.ends_commit(steps, stopping):
+            self.act(agreed, "step")
+            self.world.faults.local_error(self.process)
+            reduced = yield calls.Collective(
+                agreed.name, agreed.use, agreed.view, "step", self.gradients(state)
+            )
+            self.world.faults.local_error(self.process)
+            # Garbage can read as anything, so as a stop request too.
+            stopping = isinstance(reduced, Garbage) or reduced.stopping
+            state = self.world.checks.next_state(state, reduced)
+            steps.append((state, reduced))
+            # Before the barrier has spoken, and with what this worker knows of its SIGTERM by now.
+            self.ahead = state, self.process.stop_requested
+        return Outcome(agreed._replace(stopping=stopping), state, tuple(steps))
+
+    def ends_commit(self, steps: list[tuple[State, Reduced | Garbage]], stopping: bool) -> bool:
+        if not steps:
+            return False
+        if not self.rules.r1_steps_of_a_commit_end_alike and self.process.stop_requested:
+            return True
+        return (
+            stopping
+            or len(steps) == self.world.setting.steps_per_commit
+            or self.at_target(steps[-1][0])
         )
-        self.world.faults.local_error(self.process)
-        # Garbage can read as anything, so as a stop request too.
-        stopping = isinstance(reduced, Garbage) or reduced.stopping
-        new_state = self.world.checks.next_state(state, reduced)
-        # Before the barrier has spoken, and with what this worker knows of its SIGTERM by now.
-        self.ahead = new_state, self.process.stop_requested
-        return Outcome(agreed._replace(stopping=stopping), new_state, reduced)
 
     def gradients(self, state: State) -> tuple[State, bool]:
         """Of that state: those begun ahead, if they are of it, else new ones."""
