@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ftrain.profiling import Profiler
     from ftrain.run_keys import RunKeys
     from ftrain.saving import Saving
+    from ftrain.span import Span
     from ftrain.stepping import Stepping
     from ftrain.target import Target
     from ftrain.trainer import Trainer
@@ -55,6 +56,7 @@ class StepLoop:
     spec: StateSpec
     digests: Digests
     stepping: Stepping
+    span: Span
     evaluation: Evaluation | None
     saving: Saving
     beat: Beat
@@ -174,31 +176,13 @@ class StepLoop:
         """Training steps up to the next commit, uncommitted: one, or up to `steps_per_commit`."""
         self.below_min_since = None
         state, progress, new = self.state, self.progress, None
-        while new is None or not self._ends_commit(new):
+        while new is None or not self.span.ends(new):
             if new is not None:
                 state, progress = new.state, new.progress
             if self.profiler is not None:
                 self.profiler.before(state.step + 1, view.lowest == self.members.me)
             new = self.stepping.step(self.entrance.plane, state, progress).after(new)
         return new
-
-    def _ends_commit(self, new: Outcome) -> bool:
-        """Whether `new` is to be committed before there is another step. All members agree.
-
-        They do since it follows from what they have agreed on, and from a sum. If that was not one
-        and shows something to one member alone, the barrier drops all that it has led to (R1).
-        """
-        if new.metrics is None or new.progress.stopping:
-            return True
-        step, config = new.state.step, self.config
-        every = [config.digest_every_steps, config.checkpoint.every_steps]
-        if self.evaluation is not None:
-            every.append(config.eval.every_steps)
-        return (
-            len(new.steps) >= config.steps_per_commit
-            or any(n and step % n == 0 for n in every)
-            or self.target.reached(step, new.state.cursor)
-        )
 
     def _compare_replicas(self) -> dict[int, bytes] | None:
         """Before anything is made of a step whose digest was due: all members have the same bits.

@@ -98,6 +98,7 @@ def make_loop(
     from ftrain.membership import Members
     from ftrain.restore import newest_step, restore_newest
     from ftrain.run_keys import RunKeys
+    from ftrain.span import make_span
     from ftrain.stepping import Stepping
     from ftrain.table import Table
     from ftrain.target import target_of
@@ -178,6 +179,7 @@ def make_loop(
         spec,
         digests,
         stepping,
+        make_span(config, target, evaluates=evaluation is not None),
         evaluation,
         saving,
         beat,

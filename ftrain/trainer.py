@@ -86,7 +86,8 @@ class Trainer:
     def after_commit(self, step: int, metrics: dict[str, float], state: TrainState) -> None:
         """Reporting hook, on the lowest worker that committed; the others wait for it.
 
-        In order, at most once a step: a death between commit and hook skips it. Beside its numbers
+        In order, at most once a step: a death between commit and hook skips it, and of steps that
+        are committed together (`steps_per_commit`) it sees the last. Beside its numbers
         `metrics` has `nonfinite`, a list, if the step was skipped for that (`on_nonfinite: skip`).
 
         What it changes on the trainer changes nothing that is trained: `loss`, `update` and the

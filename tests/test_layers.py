@@ -103,6 +103,7 @@ LAYERS = [
     ["update", "explain"],
     [
         "sync",
+        "span",
         "identity",
         "checkpoint",
         "config_rules",
