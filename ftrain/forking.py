@@ -59,9 +59,10 @@ class Template:
 
     def is_stale(self) -> bool:
         """Whether a file of the user's has changed since the template imported it."""
-        return any(
-            not os.path.exists(f) or os.stat(f).st_mtime != t for f, t in self._files.items()
-        )
+        try:
+            return any(os.stat(file).st_mtime != at for file, at in self._files.items())
+        except OSError:  # an editor puts another in its place
+            return True
 
     def fork(
         self, job: Mapping[str, Any], env: Mapping[str, str], beat_fd: int, ends: Ends

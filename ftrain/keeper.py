@@ -225,7 +225,10 @@ class Keeper:
         """Ends a saver that is stuck, as on a share that has gone."""
         if self._now is None or self.child is None:
             return
-        size = os.path.getsize(self._now.path) if os.path.exists(self._now.path) else 0
+        try:
+            size = os.path.getsize(self._now.path)
+        except OSError:  # it is on disk by now, and the saver's word on its way
+            size = 0
         if now - self._since > PATIENCE_S + size / SLOWEST_BYTES_S:
             self._stuck = f"it was not written after {now - self._since:.0f} s"
             self._since, self._attempts = now, ATTEMPTS
