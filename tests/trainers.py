@@ -113,11 +113,18 @@ class FailsEverywhere(Paced):
         return Numbers(self.pause_s, fail)
 
 
-class FailsInHook(Paced):
-    """The hook after step 5 fails in worker 0's first process."""
+class TellsInHook(Paced):
+    """Prints after which steps it is called, and with what."""
 
     def after_commit(self, step, metrics, state):
         print(f"hook after step {step}: {int(state.step)} {int(state.cursor)}")
+
+
+class FailsInHook(TellsInHook):
+    """The hook after step 5 fails in worker 0's first process."""
+
+    def after_commit(self, step, metrics, state):
+        super().after_commit(step, metrics, state)
         if step == 5 and mine(0):
             raise RuntimeError("the hook is broken")
 
