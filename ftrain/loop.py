@@ -147,20 +147,22 @@ class StepLoop:
         self.mine.state, self.agreed, self.differ = new.state, view, new.differ
         self.mine.progress = new.progress._replace(round=new.progress.round + 1)
         self.beat.round, self.beat.step = self.progress.round, self.state.step if self.state else -1
-        for step in new.steps:
+        steps = new.steps
+        for step in steps:
             self.report(
                 "commit",
                 step=step.state.step,
                 samples=step.state.cursor,
                 workers=view.workers,
-                step_time_s=seconds / len(new.steps),
+                step_time_s=seconds / len(steps),
                 lineage=self.progress.lineage,
-                eval_due=step is new.steps[-1] and self._evaluation_due(),
+                eval_due=step is steps[-1] and self._evaluation_due(),
                 metrics=step.metrics,
                 skipped=step.skipped,
                 spent=self.beat.take_spent(),
             )
-            self.hook = step.metrics if view.lowest == self.members.me else None
+        if steps:
+            self.hook = steps[-1].metrics if view.lowest == self.members.me else None
         if new.evaluated is not None:
             self.report(
                 "evaluated",
@@ -175,14 +177,13 @@ class StepLoop:
     def _step(self, view: View) -> Outcome:
         """Training steps up to the next commit, uncommitted: one, or up to `steps_per_commit`."""
         self.below_min_since = None
-        state, progress, new = self.state, self.progress, None
-        while new is None or not self.span.ends(new):
-            if new is not None:
-                state, progress = new.state, new.progress
+        new = Outcome(self.state, self.progress)
+        while True:
             if self.profiler is not None:
-                self.profiler.before(state.step + 1, view.lowest == self.members.me)
-            new = self.stepping.step(self.entrance.plane, state, progress).after(new)
-        return new
+                self.profiler.before(new.state.step + 1, view.lowest == self.members.me)
+            new = self.stepping.step(self.entrance.plane, new.state, new.progress).after(new)
+            if self.span.ends(new):
+                return new
 
     def _compare_replicas(self) -> dict[int, bytes] | None:
         """Before anything is made of a step whose digest was due: all members have the same bits.

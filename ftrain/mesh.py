@@ -214,12 +214,11 @@ class DataPlane:
         CPU (see `lane`); on GPU they are cancelled or the process ends.
         """
         try:
-            summed = self._cutter.run(lambda: self._run_known(program, joined))
+            return self._cutter.run(lambda: self._run_known(program, joined))
         except LeftBehindError:
             if not self._ran:
                 self._end_connecting()
             raise
-        return summed
 
     def _run_known(self, program: jax.stages.Compiled, joined: list[jax.Array]) -> list[jax.Array]:
         """Once this worker's backend knows the members as they are now.

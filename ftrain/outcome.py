@@ -51,9 +51,9 @@ class Outcome(NamedTuple):
         """The training steps in it, in order."""
         return [step for step in (*self.earlier, self) if step.metrics is not None]
 
-    def after(self, before: Outcome | None) -> Outcome:
-        """This one, to be committed with what `before` has."""
-        if before is None:
-            return self
+    def after(self, before: Outcome) -> Outcome:
+        """This one, to be committed with the steps that `before` has."""
+        if before.metrics is None:
+            return self._replace(earlier=before.earlier)
         done = before._replace(state=before.state._replace(leaves=[]), earlier=())
         return self._replace(earlier=(*before.earlier, done))

@@ -40,3 +40,12 @@ def check_nothing_left(run: Run) -> None:
     """No process of the run is alive."""
     assert run.process.poll() is not None
     assert run.processes() == []
+
+
+def check_nothing_lost(run: Run, last: int) -> None:
+    """It has ended with step `last`, and whatever died cost no committed step and no state."""
+    check_each_step_once(run, last)
+    check_replicas_agree(run)
+    check_deaths_explained(run)
+    check_nothing_left(run)
+    assert run.events("checkpoint_restored") == []

@@ -9,10 +9,7 @@ import pytest
 from ftrain.beat import PHASES
 from ftrain.chaos.orders import order
 from tests.checks import (
-    check_deaths_explained,
-    check_each_step_once,
-    check_nothing_left,
-    check_replicas_agree,
+    check_nothing_lost,
 )
 from tests.runs import running
 
@@ -57,11 +54,7 @@ def test_death_at_the_beginning_of_a_phase(tmp_path, phase):
         assert run.finish() == 0
         for path in orders:
             taken(run, path)
-        check_each_step_once(run, STEPS)
-        check_replicas_agree(run)
-        check_deaths_explained(run)
-        check_nothing_left(run)
-        assert run.events("checkpoint_restored") == []
+        check_nothing_lost(run, STEPS)
 
 
 def all_train(run):

@@ -10,9 +10,9 @@ import pytest
 
 from ftrain.chaos import network
 from tests.checks import (
-    check_deaths_explained,
     check_each_step_once,
     check_nothing_left,
+    check_nothing_lost,
     check_replicas_agree,
 )
 from tests.network import delay_coordinator, delay_data, network_run, seconds_since
@@ -24,11 +24,7 @@ CONFIG = "tests/networked.yaml"  # heartbeat_timeout_s 2, hang_timeout_s 3
 def finish_in_one_history(run: Run, steps: int, dead: list[int]) -> None:
     """The run's end, with just those workers having been ended, in any order."""
     assert run.finish() == 0
-    check_each_step_once(run, steps)
-    check_replicas_agree(run)
-    check_deaths_explained(run)
-    check_nothing_left(run)
-    assert run.events("checkpoint_restored") == []
+    check_nothing_lost(run, steps)
     assert not any(m.get("rewound") for m in run.metrics())
     ended = [e["worker"] for e in run.events("worker_exited") if "signal" in e]
     assert sorted(ended) == sorted(dead)

@@ -13,14 +13,13 @@ import signal
 import pytest
 
 from tests.checks import (
-    check_deaths_explained,
     check_each_step_once,
     check_nothing_left,
-    check_replicas_agree,
+    check_nothing_lost,
 )
 from tests.faults.test_attempt_failed import PLACES, failing, failures
 from tests.faults.test_hangs import check_device_hang
-from tests.runs import Run, running
+from tests.runs import running
 
 HAS_GPU = bool(glob.glob("/dev/nvidia[0-9]*")) and any(
     importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)
@@ -42,14 +41,6 @@ def two_gpus(monkeypatch):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,0")
 
 
-def check(run: Run) -> None:
-    check_each_step_once(run, run.metrics()[-1]["step"])
-    check_replicas_agree(run)
-    check_deaths_explained(run)
-    check_nothing_left(run)
-    assert run.events("checkpoint_restored") == []
-
-
 @pytest.mark.parametrize("config", ["linear", "digits"])
 def test_recipe_trains(tmp_path, config):
     """To its end, on two workers."""
@@ -64,7 +55,7 @@ def test_no_attempt_fails_by_itself(tmp_path):
     sets = ["steps=4000", "trainer_args={pause_s: 0.0}", *PATIENT]
     with running("tests/paced.yaml", tmp_path / "run", *sets) as run:
         assert run.finish() == 0
-        check(run)
+        check_nothing_lost(run, 4000)
         assert run.events("attempt_failed", "step_aborted") == []
 
 
@@ -84,8 +75,7 @@ def test_killed_workers_leave_the_other_training_and_come_back(tmp_path):
             )
             assert commit["t"] - t < SOON_S
             run.wait_back(worker, seen)
-        run.stop()
-        check(run)
+        check_nothing_lost(run, run.stop())
 
 
 @pytest.mark.parametrize("worker", [0, 1])
@@ -95,7 +85,7 @@ def test_failed_attempts_end_no_process(tmp_path, where, worker):
     sets = ["steps=300", *PATIENT, *failing(where, worker)]
     with running("tests/paced.yaml", tmp_path / "run", *sets) as run:
         assert run.finish() == 0
-        check(run)
+        check_nothing_lost(run, 300)
         assert len(failures(run)) >= 5
         of_itself = [e for e in run.events("attempt_failed") if "not found" in e["reason"]]
         assert not of_itself
@@ -115,12 +105,11 @@ def test_stopped_worker_is_named_ended_and_replaced(tmp_path, worker):
         run.kill(worker, number=signal.SIGSTOP)
         run.wait_for_event("hang_detected", worker=worker)
         run.wait_back(worker, seen)
-        run.stop()
-        check(run)
+        check_nothing_lost(run, run.stop())
         assert len(run.events("hang_detected")) == 1
 
 
 @pytest.mark.parametrize("worker", [0, 1])
 def test_gpu_that_computes_for_ever_is_its_worker_s_fault(tmp_path, worker):
     """The other waits in the reduction, and is not taken for the culprit."""
-    check(check_device_hang(tmp_path / "run", worker, "steps=300", *ON_GPU))
+    check_nothing_lost(check_device_hang(tmp_path / "run", worker, "steps=300", *ON_GPU), 300)
