@@ -18,6 +18,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DEADLINE_S = 90.0
+ENDLESS = "steps=1000000"  # until `Run.stop`
 
 
 def environment() -> dict[str, str]:
@@ -166,7 +167,18 @@ class Run:
         return time.time() - self.metrics()[-1]["t"] > quiet_s
 
     def wait_back(self, worker: int, after: int) -> dict[str, Any]:
-        """Waits until a worker that was ended takes part again."""
+        """Waits until a worker that was ended takes part again.
+
+        Only in a run that cannot be over before: one that goes on until `stop`, or that waits for
+        all its workers (`cluster.min_workers`).
+        """
+        config = self.events("run_started")[-1]["config"]
+        cluster = config["cluster"]
+        assert (
+            (config["steps"] or 0) >= 1_000_000
+            or (config["epochs"] or 0) >= 1_000_000
+            or cluster["min_workers"] == cluster["workers"]
+        ), "this run may end before the worker is back: make it ENDLESS, and stop it"
         return self.wait_for_event("state_synced", after=after, worker=worker)
 
     def finish(self, deadline_s: float = DEADLINE_S) -> int:

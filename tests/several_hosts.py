@@ -207,6 +207,12 @@ class HostsRun:
         )
         return row["t"] - t
 
+    def stop(self, rank: int = 0) -> int:
+        """As `Run.stop`, asked of one host: all of them stop, at that step."""
+        self.runs[rank].process.send_signal(signal.SIGTERM)
+        assert self.finish() == [75] * self.count
+        return self.runs[rank].metrics()[-1]["step"]
+
     def finish(self, deadline_s: float = 90.0) -> list[int]:
         """The exit codes of all hosts, by rank."""
         return [self.runs[rank].finish(deadline_s) for rank in range(self.count)]

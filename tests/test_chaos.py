@@ -34,7 +34,7 @@ from ftrain.chaos.plan import (
 from ftrain.ears import Ears
 from ftrain.errors import ConfigError
 from ftrain.verify import verify
-from tests.runs import REPOSITORY, environment
+from tests.runs import ENDLESS, REPOSITORY, environment
 
 # Plans.
 
@@ -397,7 +397,7 @@ def test_a_run_under_a_plan_is_judged_and_its_faults_can_be_replayed(tmp_path):
         "--set",
         "cluster.workers=3",
         "--set",
-        "steps=100000",
+        ENDLESS,
         "--plan",
         plan,
     )
@@ -439,7 +439,7 @@ def test_a_run_survives_every_kind_of_fault(tmp_path):
         if kind in allowed
     ]
     plan = written(tmp_path, "for: 110s\nfaults:\n" + "".join(lines))
-    sets = ["steps=1000000", "cluster.heartbeat_timeout_s=3", "cluster.hang_timeout_s=4"]
+    sets = [ENDLESS, "cluster.heartbeat_timeout_s=3", "cluster.hang_timeout_s=4"]
     sets += ["checkpoint.every_steps=25", "restart.backoff_max_s=1"]
     options = [part for item in sets for part in ("--set", item)]
     arguments = ["chaos", "tests/paced.yaml", "--run-dir", str(tmp_path / "run"), "--plan", plan]

@@ -20,17 +20,17 @@ from tests.checks import (
     check_replicas_agree,
     check_rules,
 )
-from tests.runs import Run, is_alive
+from tests.runs import ENDLESS, Run, is_alive
 from tests.several_hosts import HostsRun, hosts_run
 from tests.test_ledger import check_ledger
 
 CONFIG = "tests/hosts.yaml"
 
 
-def check_finished(hosts: HostsRun, epochs: int) -> None:
-    """All hosts are done, in one exact history."""
-    assert hosts.finish() == [0] * hosts.count
-    check_ledger(hosts.head, epochs)
+def check_stopped(hosts: HostsRun) -> None:
+    """All hosts stop together, in one exact history."""
+    hosts.stop()
+    check_ledger(hosts.head)
     check_rules(hosts.head)
     assert any("digest" in row for row in hosts.head.metrics())
     assert hosts.head.processes() == []
@@ -63,7 +63,7 @@ def test_two_hosts_train_together_and_exit_alike(tmp_path):
 @pytest.mark.parametrize(("count", "lost"), [(2, 1), (4, 2)])
 def test_a_host_that_is_killed_and_comes_back_costs_what_its_workers_cost(tmp_path, count, lost):
     """All its processes at once; later a new supervisor of that rank, as on another machine."""
-    with hosts_run(CONFIG, tmp_path / "run", hosts=count) as hosts:
+    with hosts_run(CONFIG, tmp_path / "run", ENDLESS, hosts=count) as hosts:
         hosts.wait_all()
         seen, workers = len(hosts.head.events()), workers_at(hosts, lost)
         t = hosts.kill(lost)
@@ -75,14 +75,14 @@ def test_a_host_that_is_killed_and_comes_back_costs_what_its_workers_cost(tmp_pa
         for worker in workers:
             hosts.head.wait_back(worker, seen)
         hosts.wait_all()
-        check_finished(hosts, epochs=20)
+        check_stopped(hosts)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_host_that_is_cut_off_ends_its_workers_and_comes_back_by_itself(tmp_path):
     """Both sides find out by themselves; when the cable is in again its agent calls again."""
-    with hosts_run(CONFIG, tmp_path / "run") as hosts:
+    with hosts_run(CONFIG, tmp_path / "run", ENDLESS) as hosts:
         hosts.wait_all()
         seen, workers = len(hosts.head.events()), workers_at(hosts, 1)
         pids = [hosts.head.pid(w) for w in workers]
@@ -96,7 +96,7 @@ def test_a_host_that_is_cut_off_ends_its_workers_and_comes_back_by_itself(tmp_pa
         hosts.net.plug(1)
         for worker in workers:
             hosts.head.wait_back(worker, seen)
-        check_finished(hosts, epochs=20)
+        check_stopped(hosts)
         assert "lost the head" in hosts.runs[1].output
 
 
@@ -104,7 +104,7 @@ def test_a_host_that_is_cut_off_ends_its_workers_and_comes_back_by_itself(tmp_pa
 @pytest.mark.timeout(300)
 def test_an_agent_that_is_stopped_for_too_long_ends_its_workers_as_it_goes_on(tmp_path):
     """They outlive their fencing meanwhile, and none of them acts for its id (rule R9)."""
-    with hosts_run(CONFIG, tmp_path / "run") as hosts:
+    with hosts_run(CONFIG, tmp_path / "run", ENDLESS) as hosts:
         hosts.wait_all()
         seen, workers = len(hosts.head.events()), workers_at(hosts, 1)
         os.kill(hosts.runs[1].process.pid, signal.SIGSTOP)
@@ -116,7 +116,7 @@ def test_an_agent_that_is_stopped_for_too_long_ends_its_workers_as_it_goes_on(tm
         os.kill(hosts.runs[1].process.pid, signal.SIGCONT)
         for worker in workers:
             hosts.head.wait_back(worker, seen)
-        check_finished(hosts, epochs=20)
+        check_stopped(hosts)
 
 
 @pytest.mark.slow
@@ -140,13 +140,12 @@ def test_a_stop_signal_on_any_host_stops_all_after_one_step(tmp_path):
 @pytest.mark.timeout(300)
 def test_hosts_may_have_addresses_of_ipv6_alone(tmp_path):
     """With a death, whose place is taken by another process of that host."""
-    sets = ["epochs=8"]
-    with hosts_run(CONFIG, tmp_path / "run", *sets, coordinator="[fd77::1]:17017") as hosts:
+    with hosts_run(CONFIG, tmp_path / "run", ENDLESS, coordinator="[fd77::1]:17017") as hosts:
         hosts.wait_all()
         seen = len(hosts.head.events())
         hosts.head.kill(3)
         hosts.head.wait_back(3, seen)
-        check_finished(hosts, epochs=8)
+        check_stopped(hosts)
 
 
 @pytest.mark.slow
@@ -172,7 +171,7 @@ def test_a_head_that_is_started_again_finds_its_hosts(tmp_path):
 @pytest.mark.timeout(300)
 def test_an_agent_that_dies_takes_all_that_its_workers_forked_with_it(tmp_path):
     """And another one of its rank, on the same host at once, begins when nothing is left."""
-    sets = ["trainer=tests/trainers.py:Forks", "steps=300", "trainer_args.pause_s=0.01"]
+    sets = ["trainer=tests/trainers.py:Forks", ENDLESS, "trainer_args.pause_s=0.01"]
     with hosts_run("tests/paced.yaml", tmp_path / "run", *sets, loopback=True) as hosts:
         hosts.wait_all()
         seen, workers = len(hosts.head.events()), workers_at(hosts, 1)
@@ -186,8 +185,7 @@ def test_an_agent_that_dies_takes_all_that_its_workers_forked_with_it(tmp_path):
         assert not any(map(is_alive, forked))
         for worker in workers:
             hosts.head.wait_back(worker, seen)
-        assert hosts.finish() == [0, 0]
-        check_each_step_once(hosts.head, 300)
+        check_each_step_once(hosts.head, hosts.stop())
         check_replicas_agree(hosts.head)
 
 
@@ -195,7 +193,7 @@ def test_an_agent_that_dies_takes_all_that_its_workers_forked_with_it(tmp_path):
 @pytest.mark.timeout(300)
 def test_outsiders_at_the_port_and_another_token_change_nothing(tmp_path):
     """A host with another token is told so and exits 2; the run is that of two hosts."""
-    sets = ["steps=100000", "cluster.workers=2"]
+    sets = [ENDLESS, "cluster.workers=2"]
     with hosts_run("tests/paced.yaml", tmp_path / "run", *sets, loopback=True) as hosts:
         hosts.wait_all()
         host, port = hosts.coordinator.split(":")

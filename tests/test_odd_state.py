@@ -13,7 +13,7 @@ import pytest
 import ftrain
 from ftrain.state import to_host
 from tests.odd_trees import every_dtype, keys, nodes, odd_floats
-from tests.runs import running
+from tests.runs import ENDLESS, running
 from tests.trainers import Paced
 
 TRAINER = "trainer=tests/test_odd_state.py:Odd"
@@ -69,7 +69,7 @@ class Odd(Paced):
 def test_an_odd_state_is_the_same_after_a_rejoin_and_from_a_checkpoint(tmp_path):
     """Treedef, dtypes and bits, as the worker sees them that got them; another dtype is refused."""
     sets = [TRAINER, "cluster.workers=2"]
-    with running("tests/paced.yaml", tmp_path / "run", *sets, "steps=100000") as run:
+    with running("tests/paced.yaml", tmp_path / "run", *sets, ENDLESS) as run:
         run.wait_for_step(5)
         run.kill(0)
         run.wait_until("the rejoiner's look", lambda: "in incarnation 1" in run.output)
@@ -82,6 +82,6 @@ def test_an_odd_state_is_the_same_after_a_rejoin_and_from_a_checkpoint(tmp_path)
         assert run.finish() == 0
         assert "all bits as they were, in incarnation 0" in run.output
     wrong = "trainer_args={count_dtype: float32}"
-    with running("tests/paced.yaml", tmp_path / "run", *sets, wrong, "steps=100000") as run:
+    with running("tests/paced.yaml", tmp_path / "run", *sets, wrong, ENDLESS) as run:
         assert run.finish() == 2
         assert "counts" in run.output and "int32" in run.output and "float32" in run.output

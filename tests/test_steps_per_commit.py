@@ -17,7 +17,7 @@ from tests.checks import (
 )
 from tests.faults.test_attempt_failed import failing, failures
 from tests.faults.test_nonfinite import SAMPLE, STEP, check_saved_state, poisoned
-from tests.runs import running
+from tests.runs import ENDLESS, running
 
 FOUR = "steps_per_commit=4"
 TELLS = "trainer=tests/trainers.py:TellsInHook"
@@ -47,7 +47,7 @@ def test_the_steps_are_the_same_and_end_where_something_is_due(tmp_path):
 
 def test_a_death_takes_back_the_steps_that_were_not_committed_and_no_other(tmp_path):
     """Of any worker: every step once, in order, and the others go on with the same samples."""
-    with running("tests/paced.yaml", tmp_path / "run", "steps=100000", FOUR) as run:
+    with running("tests/paced.yaml", tmp_path / "run", ENDLESS, FOUR) as run:
         run.wait_for_step(20)
         for worker in (2, 0):
             seen = len(run.events())

@@ -13,7 +13,7 @@ import pytest
 
 from ftrain.verify import verify
 from tests.checks import check_history, check_replicas_agree
-from tests.runs import Run, is_alive
+from tests.runs import ENDLESS, Run, is_alive
 from tests.several_hosts import LOSS_S, HostsRun, hosts_run
 
 CONFIG = "tests/hosts.yaml"
@@ -76,7 +76,7 @@ def test_a_head_that_is_killed_is_followed_by_another_host(tmp_path):
 @pytest.mark.timeout(300)
 def test_a_head_s_host_that_is_killed_is_followed_and_joins_when_it_is_back(tmp_path):
     """Of three hosts. The same command, --node-rank 0, finds the head that there is now."""
-    sets = [*SETS, "epochs=30", "cluster.workers=6"]
+    sets = [*SETS, ENDLESS, "cluster.workers=6"]
     with hosts_run(CONFIG, tmp_path / "run", *sets, hosts=3) as hosts:
         hosts.wait_all()
         hosts.head.wait_for_steps(30)
@@ -88,7 +88,7 @@ def test_a_head_s_host_that_is_killed_is_followed_and_joins_when_it_is_back(tmp_
         last(hosts).wait_until(
             "all six", lambda: last(hosts).metrics()[-1]["workers"] == [0, 1, 2, 3, 4, 5]
         )
-        assert hosts.finish() == [0, 0, 0]
+        hosts.stop(2)
         assert "is the head of this run; joining" in hosts.runs[0].output
         check_one_history(hosts)
         assert [hosts.net.processes(rank) for rank in range(3)] == [[], [], []]
@@ -99,8 +99,7 @@ def test_a_head_s_host_that_is_killed_is_followed_and_joins_when_it_is_back(tmp_
 @pytest.mark.parametrize("how", ["supervisor", "host"])
 def test_a_head_that_is_stopped_for_too_long_finds_another_and_joins_it(tmp_path, how):
     """Its own workers train on meanwhile, or stand too; nothing of that counts, and they end."""
-    sets = [*SETS, "epochs=40"]
-    with hosts_run(CONFIG, tmp_path / "run", *sets) as hosts:
+    with hosts_run(CONFIG, tmp_path / "run", *SETS, ENDLESS) as hosts:
         hosts.wait_all()
         hosts.head.wait_for_steps(30)
         old = [hosts.head.pid(w) for w in (0, 1)]
@@ -117,7 +116,7 @@ def test_a_head_that_is_stopped_for_too_long_finds_another_and_joins_it(tmp_path
         last(hosts).wait_until("their ends", lambda: not any(map(is_alive, old)))
         last(hosts).wait_for_event("host_joined", host=0)
         last(hosts).wait_until("all", lambda: last(hosts).metrics()[-1]["workers"] == [0, 1, 2, 3])
-        assert hosts.finish() == [0, 0]
+        hosts.stop(1)
         assert "another host has become the head" in hosts.runs[0].output
         check_one_history(hosts)
         assert last(hosts).events("checkpoint_restored")[-1]["tier"] == "memory"
@@ -127,7 +126,7 @@ def test_a_head_that_is_stopped_for_too_long_finds_another_and_joins_it(tmp_path
 @pytest.mark.timeout(300)
 def test_a_head_that_is_cut_off_is_followed_and_joins_when_it_is_back(tmp_path):
     """It reaches the run's folder and renews its lease there: then nobody follows it."""
-    with hosts_run(CONFIG, tmp_path / "run", *SETS, "epochs=12") as hosts:
+    with hosts_run(CONFIG, tmp_path / "run", *SETS, ENDLESS) as hosts:
         hosts.wait_all()
         hosts.head.wait_for_steps(20)
         hosts.net.unplug(0)
@@ -135,7 +134,7 @@ def test_a_head_that_is_cut_off_is_followed_and_joins_when_it_is_back(tmp_path):
         hosts.head.wait_for_steps(20)
         hosts.net.plug(0)
         hosts.wait_all()
-        assert hosts.finish() == [0, 0]
+        hosts.stop()
         assert hosts.head.events("head_taken_over") == []
         assert verify(hosts.head.run_dir).ok
 
@@ -182,7 +181,7 @@ def test_nobody_follows_a_head_that_was_told_to_stop(tmp_path):
 @pytest.mark.timeout(300)
 def test_without_a_shared_folder_nobody_follows(tmp_path):
     """Each host has its own: told once, and the loss of the head ends the attempt as ever."""
-    sets = ["steps=100000", "cluster.workers=2", "cluster.start_timeout_s=15"]
+    sets = [ENDLESS, "cluster.workers=2", "cluster.start_timeout_s=15"]
     env = {"FTRAIN_TOKEN": "0123456789abcdef"}
     with hosts_run(
         "tests/paced.yaml", tmp_path / "run", *sets, loopback=True, env=env, ranks=[0]

@@ -8,7 +8,7 @@ import pytest
 
 from scripts.bench.cycles import held_by
 from tests.checks import check_each_step_once, check_nothing_left, check_replicas_agree
-from tests.runs import Run, running
+from tests.runs import ENDLESS, Run, running
 
 # Around the sum while the others are inside it; in the sync that follows, before its first sum and
 # at its check; in the settle. Each counts its own calls, so that failures fall into recoveries too.
@@ -69,7 +69,7 @@ def test_all_abort_together_and_no_process_ends(tmp_path, where, worker, sets=()
 def test_failed_attempts_leave_nothing_behind(tmp_path, sets=()):
     """Descriptors and threads of both after the last failure as after the third."""
     where = "{'ftrain.mesh:DataPlane.begin_sum': 12}"
-    sets = ["steps=100000", "cluster.workers=2", *failing(where, 1), *sets]
+    sets = [ENDLESS, "cluster.workers=2", *failing(where, 1), *sets]
     with running("tests/paced.yaml", tmp_path / "run", *sets) as run:
         pids = [run.wait_for_event("worker_started", worker=w)["pid"] for w in (0, 1)]
         held = []

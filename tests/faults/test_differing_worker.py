@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.checks import check_each_step_once, check_nothing_left, check_replicas_agree
-from tests.runs import running
+from tests.runs import ENDLESS, running
 
 
 def differs(worker: int, what: str, **more: str) -> list[str]:
@@ -63,7 +63,7 @@ def test_a_run_that_cannot_go_on_without_it_is_refused(tmp_path, sets):
 def test_a_rejoiner_with_an_edited_model_is_refused_until_it_is_mended(tmp_path):
     """It is told by the leaf and tried again with back-off, and the others lose no step by it."""
     mended = tmp_path / "mended"
-    sets = [*differs(2, "layer", mended=str(mended)), "steps=100000"]
+    sets = [*differs(2, "layer", mended=str(mended)), ENDLESS]
     with running("tests/paced.yaml", tmp_path / "run", *sets) as run:
         run.wait_for_step(20)
         run.kill(2)

@@ -8,7 +8,7 @@ import pytest
 
 from ftrain.chaos.orders import order
 from tests.checks import check_each_step_once, check_nothing_left, check_replicas_agree
-from tests.runs import Run, running
+from tests.runs import ENDLESS, Run, running
 
 HANG_TIMEOUT_S = 3
 BOUND_S = HANG_TIMEOUT_S + 1
@@ -30,7 +30,7 @@ def test_a_stuck_worker_is_shown_ended_and_replaced(tmp_path, fault, at, functio
     """Blocked in the data set or a hook, spinning in C, in a device call, stopped."""
     run_dir = tmp_path / "run"
     worker = 0 if at == "hook" else 2
-    with running("tests/paced.yaml", run_dir, *CONFIG, "steps=100000") as run:
+    with running("tests/paced.yaml", run_dir, *CONFIG, ENDLESS) as run:
         run.wait_for_step(20)
         seen = len(run.events())
         path = order(run_dir, fault, at, worker, seconds=3600)
@@ -57,7 +57,7 @@ def test_a_stuck_worker_is_shown_ended_and_replaced(tmp_path, fault, at, functio
 @pytest.mark.slow
 def test_a_stopped_worker_that_is_continued_commits_and_writes_nothing(tmp_path):
     """It is fenced and killed while it is stopped: SIGCONT comes to a process that has ended."""
-    with running("tests/paced.yaml", tmp_path / "run", *CONFIG, "steps=300") as run:
+    with running("tests/paced.yaml", tmp_path / "run", *CONFIG, ENDLESS) as run:
         run.wait_for_step(20)
         seen, pid = len(run.events()), run.pid(1)
         run.kill(1, number=signal.SIGSTOP)
@@ -65,8 +65,7 @@ def test_a_stopped_worker_that_is_continued_commits_and_writes_nothing(tmp_path)
         with pytest.raises(ProcessLookupError):
             run.signal_pid(pid, signal.SIGCONT)
         run.wait_back(1, seen)
-        assert run.finish() == 0
-        check_each_step_once(run, 300)
+        check_each_step_once(run, run.stop())
         check_replicas_agree(run)
 
 

@@ -12,12 +12,12 @@ from tests.checks import (
     check_nothing_lost,
     check_replicas_agree,
 )
-from tests.runs import REPOSITORY, running
+from tests.runs import ENDLESS, REPOSITORY, running
 
 
 def test_killed_workers_cost_no_committed_step_and_come_back(tmp_path):
     """Worker 0, then 2, then 1 and 3 at one instant: every step once, no restore."""
-    with running("tests/paced.yaml", tmp_path / "run", "steps=100000") as run:
+    with running("tests/paced.yaml", tmp_path / "run", ENDLESS) as run:
         run.wait_for_step(20)
         for workers in ([0], [2], [1, 3]):
             seen = len(run.events())
@@ -48,7 +48,7 @@ def test_killed_workers_cost_no_committed_step_and_come_back(tmp_path):
 
 def test_a_survivor_leaves_a_collective_that_does_not_end(tmp_path):
     """One of gloo's stays if its last bytes are half there; only the dead one is replaced."""
-    sets = ["steps=100000", "trainer=tests/trainers.py:KeptByCollective", "trainer_args.worker=2"]
+    sets = [ENDLESS, "trainer=tests/trainers.py:KeptByCollective", "trainer_args.worker=2"]
     with running("tests/paced.yaml", tmp_path / "run", *sets) as run:
         run.wait_for_step(20)
         seen = len(run.events())
@@ -68,7 +68,7 @@ def test_a_survivor_leaves_a_collective_that_does_not_end(tmp_path):
 def test_a_survivor_whose_device_is_held_ends_and_the_others_go_on(tmp_path):
     """It may not meet them again: they would wait for its device."""
     sets = [
-        "steps=100000",
+        ENDLESS,
         "trainer=tests/trainers.py:KeptByCollective",
         "trainer_args={worker: 2, holds_device: true}",
     ]
@@ -91,33 +91,32 @@ def test_a_survivor_whose_device_is_held_ends_and_the_others_go_on(tmp_path):
 @pytest.mark.slow
 def test_kills_do_not_change_what_is_learned(tmp_path):
     """The loss of every step equals the failure-free run's, up to rounding."""
-    losses = []
-    for kill in (False, True):
-        with running("tests/paced.yaml", tmp_path / f"run{kill}", "steps=400") as run:
-            if kill:
-                run.wait_for_step(20)
-                run.kill(1)
-                run.wait_until(
-                    "a commit of three",
-                    lambda: any(m["workers"] == [0, 2, 3] for m in run.metrics()),
-                )
-                run.wait_back(1, 10)
-            assert run.finish() == 0
-            losses.append([m["loss"] for m in run.metrics()])
+    with running("tests/paced.yaml", tmp_path / "run", ENDLESS) as run:
+        run.wait_for_step(20)
+        seen = len(run.events())
+        run.kill(1)
+        run.wait_until(
+            "a commit of three", lambda: any(m["workers"] == [0, 2, 3] for m in run.metrics())
+        )
+        run.wait_back(1, seen)
+        run.wait_for_steps(20)
+        last = run.stop()
+    with running("tests/paced.yaml", tmp_path / "calm", f"steps={last}") as calm:
+        assert calm.finish() == 0
+    losses = [[m["loss"] for m in r.metrics()] for r in (run, calm)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3, abs=1e-6)
 
 
 def test_all_but_one_die_at_once(tmp_path):
     """One worker is enough to go on with."""
-    with running("tests/paced.yaml", tmp_path / "run", "steps=700") as run:
+    with running("tests/paced.yaml", tmp_path / "run", ENDLESS) as run:
         run.wait_for_step(20)
         seen = len(run.events())
         run.kill(0, 1, 3)
         run.wait_until("worker 2 alone", lambda: any(m["workers"] == [2] for m in run.metrics()))
         for worker in (0, 1, 3):
             run.wait_back(worker, seen)
-        assert run.finish() == 0
-        check_each_step_once(run, 700)
+        check_each_step_once(run, run.stop())
         check_replicas_agree(run)
         assert run.events("checkpoint_restored") == []
 
@@ -173,7 +172,7 @@ def test_a_replacement_runs_the_users_file_as_it_is_now(tmp_path):
     source = (REPOSITORY / "tests" / "trainers.py").read_text()
     file = tmp_path / "edited.py"
     file.write_text(source)
-    sets = [f"trainer={file}:Paced", "steps=100000"]
+    sets = [f"trainer={file}:Paced", ENDLESS]
     with running("tests/paced.yaml", tmp_path / "run", *sets) as run:
         run.wait_for_step(20)
         file.write_text(source + "\nprint('the new file')\n")

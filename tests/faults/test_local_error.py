@@ -6,7 +6,7 @@ import pytest
 
 from ftrain.chaos.orders import order
 from tests.checks import check_each_step_once, check_nothing_left, check_replicas_agree
-from tests.runs import running
+from tests.runs import ENDLESS, running
 
 TRAINERS = "trainer=tests/trainers.py:"
 BEFORE, AFTER, LATER = "gradient", "update", "hook"  # the collective, and after the commit
@@ -14,13 +14,10 @@ BEFORE, AFTER, LATER = "gradient", "update", "hook"  # the collective, and after
 
 def test_error_on_one_worker_replaces_that_worker(tmp_path):
     """The others go on, it comes back, and its traceback is in its log."""
-    with running(
-        "tests/paced.yaml", tmp_path / "run", TRAINERS + "FailsInData", "steps=400"
-    ) as run:
-        run.wait_for_event("worker_exited", worker=1)
-        assert run.finish() == 0
-        check_each_step_once(run, 400)
-        died = run.events("worker_exited")[0]
+    with running("tests/paced.yaml", tmp_path / "run", TRAINERS + "FailsInData", ENDLESS) as run:
+        died = run.wait_for_event("worker_exited", worker=1)
+        run.wait_back(1, run.events().index(died))
+        check_each_step_once(run, run.stop())
         assert (died["worker"], died["exit_code"]) == (1, 13)
         assert died["reason"] == "OSError: the disk of worker 1 is gone"
         assert "worker 1 is back" in run.output
@@ -126,7 +123,7 @@ def test_every_kind_of_error_of_one_worker_replaces_it(tmp_path, fault, at, says
     """Before the collective, after it, after the commit: the peers try again without it."""
     run_dir = tmp_path / "run"
     worker = 0 if at == LATER else 2
-    with running("tests/paced.yaml", run_dir, TRAINERS + "Ordered", "steps=100000") as run:
+    with running("tests/paced.yaml", run_dir, TRAINERS + "Ordered", ENDLESS) as run:
         run.wait_for_step(20)
         seen = len(run.events())
         order(run_dir, fault, at, worker)

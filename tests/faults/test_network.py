@@ -16,15 +16,14 @@ from tests.checks import (
     check_replicas_agree,
 )
 from tests.network import delay_coordinator, delay_data, network_run, seconds_since
-from tests.runs import Run
+from tests.runs import ENDLESS, Run
 
 CONFIG = "tests/networked.yaml"  # heartbeat_timeout_s 2, hang_timeout_s 3
 
 
-def finish_in_one_history(run: Run, steps: int, dead: list[int]) -> None:
-    """The run's end, with just those workers having been ended, in any order."""
-    assert run.finish() == 0
-    check_nothing_lost(run, steps)
+def check_one_history(run: Run, last: int, dead: list[int]) -> None:
+    """It has ended with that step, and just those workers have been ended, in any order."""
+    check_nothing_lost(run, last)
     assert not any(m.get("rewound") for m in run.metrics())
     ended = [e["worker"] for e in run.events("worker_exited") if "signal" in e]
     assert sorted(ended) == sorted(dead)
@@ -61,26 +60,26 @@ def test_a_worker_that_loses_the_coordinator_is_replaced(tmp_path, fault):
 
     It ends, is fenced, and its replacement, elsewhere, takes part; the others go on.
     """
-    with network_run(CONFIG, tmp_path / "run", "steps=200") as run:
+    with network_run(CONFIG, tmp_path / "run", ENDLESS) as run:
         run.wait_for_step(20)
         seen = len(run.events())
         t = fault(run, 2)
         wait_for_commit_without(run, 2, t)
         run.wait_back(2, seen)
-        finish_in_one_history(run, 200, dead=[2])
+        check_one_history(run, run.stop(), dead=[2])
         assert "the coordinator" in told(run, 2)
 
 
 def test_of_two_workers_that_cannot_reach_one_another_one_is_ended(tmp_path):
     """Nobody else is: all wait in one collective, and only these two miss an answer."""
-    with network_run(CONFIG, tmp_path / "run", "steps=200") as run:
+    with network_run(CONFIG, tmp_path / "run", ENDLESS) as run:
         run.wait_for_step(20)
         seen = len(run.events())
         network.cut_peer(run, 1, 2)
         hang = run.wait_for_event("hang_detected", after=seen)
         assert (hang["worker"], hang["unreachable"]) == (2, [1])
         run.wait_back(2, seen)
-        finish_in_one_history(run, 200, dead=[2])
+        check_one_history(run, run.stop(), dead=[2])
         assert "not reaching worker 1" in told(run, 2)
 
 
@@ -104,41 +103,41 @@ def test_two_workers_that_can_never_reach_one_another_cost_one_of_them(tmp_path)
 @pytest.mark.parametrize("fault", [network.cut_all, network.cut_coordinator])
 def test_a_cut_that_heals_when_the_worker_was_given_up_changes_nothing(tmp_path, fault):
     """Before its process has ended: it is counted as dead, and commits and writes nothing more."""
-    with network_run(CONFIG, tmp_path / "run", "steps=200") as run:
+    with network_run(CONFIG, tmp_path / "run", ENDLESS) as run:
         run.wait_for_step(20)
         seen = len(run.events())
         fault(run, 2)
         run.wait_for_event("step_aborted", after=seen)
         network.heal(run)
         run.wait_back(2, seen)
-        finish_in_one_history(run, 200, dead=[2])
+        check_one_history(run, run.stop(), dead=[2])
 
 
 @pytest.mark.slow
 def test_a_cut_that_heals_when_the_worker_was_replaced_changes_nothing(tmp_path):
     """What the old process had sent and nobody has received may arrive now."""
-    with network_run(CONFIG, tmp_path / "run", "steps=200") as run:
+    with network_run(CONFIG, tmp_path / "run", ENDLESS) as run:
         run.wait_for_step(20)
         seen = len(run.events())
         network.cut_all(run, 2)
         run.wait_for_event("worker_started", after=seen, worker=2)
         network.heal(run)
         run.wait_back(2, seen)
-        finish_in_one_history(run, 200, dead=[2])
+        check_one_history(run, run.stop(), dead=[2])
 
 
 @pytest.mark.slow
 def test_a_split_in_two_halves_leaves_one_history(tmp_path):
     """{0, 1} and {2, 3} reach the coordinator and not one another: one half restarts."""
     with network_run(
-        CONFIG, tmp_path / "run", "steps=200", "checkpoint.every_steps=10", "checkpoint.keep=100"
+        CONFIG, tmp_path / "run", ENDLESS, "checkpoint.every_steps=10", "checkpoint.keep=100"
     ) as run:
         run.wait_for_step(20)
         seen = len(run.events())
         network.split(run, [0, 1], [2, 3])
         for worker in (2, 3):
             run.wait_back(worker, seen)
-        finish_in_one_history(run, 200, dead=[2, 3])
+        check_one_history(run, run.stop(), dead=[2, 3])
         saved = [e["step"] for e in run.events("checkpoint_saved")]
         assert saved == sorted(set(saved))
         assert "not reaching worker" in told(run, 2) and "not reaching worker" in told(run, 3)
@@ -159,7 +158,8 @@ def test_a_cut_shorter_than_the_timeouts_costs_its_time_alone(tmp_path):
         # Not a wait for an event: the fault has a length.
         run.wait_until("three seconds of it", lambda: seconds_since(t) > 3)
         network.heal(run)
-        finish_in_one_history(run, 150, dead=[])
+        assert run.finish() == 0
+        check_one_history(run, 150, dead=[])
 
 
 @pytest.mark.slow
@@ -174,7 +174,8 @@ def test_lost_packets_cost_time_alone(tmp_path):
     ) as run:
         run.wait_for_step(20)
         network.lose_packets(run, 5)
-        finish_in_one_history(run, 60, dead=[])
+        assert run.finish() == 0
+        check_one_history(run, 60, dead=[])
         assert run.network.matched() > [100]
 
 
@@ -192,5 +193,6 @@ def test_delays_and_stalls_cost_time_alone(tmp_path, fault):
     ) as run:
         run.wait_for_step(20)
         fault(run, 0.2, stall_share=0.05, stall_s=1.0)
-        finish_in_one_history(run, 26, dead=[])
+        assert run.finish() == 0
+        check_one_history(run, 26, dead=[])
         assert run.metrics()[-1]["t"] - run.metrics()[19]["t"] > 6 * 0.2

@@ -100,7 +100,7 @@ def test_first_step_that_is_not_finite_saves_the_beginning(tmp_path):
 
 def test_kill_in_a_row_of_skipped_steps_changes_nothing(tmp_path):
     """A rejoiner counts on where the others are: the run ends after 100 in a row, not later."""
-    sets = ["steps=300", "on_nonfinite=skip", *poisoned(20 * SIZE, 10**6, pause_s=0.02)]
+    sets = ["steps=300", "on_nonfinite=skip", "cluster.min_workers=4", *poisoned(20 * SIZE, 10**6)]
     with running("tests/paced.yaml", tmp_path / "run", *sets) as run:
         run.wait_for_event("step_skipped", step=30)
         seen = len(run.events())
@@ -108,7 +108,7 @@ def test_kill_in_a_row_of_skipped_steps_changes_nothing(tmp_path):
         back = run.wait_back(0, seen)
         run.kill(1)  # who gave it the state: from here on the count is worker 0's to give
         assert run.finish() == 3
-        assert 30 < back["step"] < 120
+        assert 30 <= back["step"] < 120
         check_each_step_once(run, 120)
         check_replicas_agree(run)
         check_saved_state(run, 120, count=20)
@@ -119,7 +119,8 @@ def test_kill_in_a_row_of_skipped_steps_changes_nothing(tmp_path):
 @pytest.mark.slow
 def test_kill_in_skipped_steps_leaves_the_same_steps_learned(tmp_path):
     """The rejoiner passes the rest of them with the others; all learn from the next good one."""
-    sets = ["steps=140", "on_nonfinite=skip", *poisoned(20 * SIZE, 90 * SIZE - 1, pause_s=0.02)]
+    sets = ["steps=140", "on_nonfinite=skip", "cluster.min_workers=4"]
+    sets += poisoned(20 * SIZE, 90 * SIZE - 1)
     with running("tests/paced.yaml", tmp_path / "run", *sets) as run:
         run.wait_for_event("step_skipped", step=25)
         seen = len(run.events())

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.checks import check_each_step_once, check_nothing_left
-from tests.runs import is_alive, running
+from tests.runs import ENDLESS, is_alive, running
 
 
 def test_coordinator_death_restarts_all_from_the_newest_checkpoint(tmp_path):
@@ -74,7 +74,7 @@ def test_rerun_right_after_the_supervisor_was_killed_waits_for_its_remains(tmp_p
 
 def test_terminated_worker_is_replaced_like_a_killed_one(tmp_path):
     """SIGTERM or SIGINT to one worker is that worker's death, nobody else's."""
-    with running("tests/paced.yaml", tmp_path / "run", "steps=100000") as run:
+    with running("tests/paced.yaml", tmp_path / "run", ENDLESS) as run:
         run.wait_for_step(20)
         for worker, number in ((1, signal.SIGTERM), (3, signal.SIGINT)):
             seen = len(run.events())

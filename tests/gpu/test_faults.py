@@ -19,7 +19,7 @@ from tests.checks import (
 )
 from tests.faults.test_attempt_failed import PLACES, failing, failures
 from tests.faults.test_hangs import check_device_hang
-from tests.runs import running
+from tests.runs import ENDLESS, running
 
 HAS_GPU = bool(glob.glob("/dev/nvidia[0-9]*")) and any(
     importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)
@@ -61,7 +61,7 @@ def test_no_attempt_fails_by_itself(tmp_path):
 
 def test_killed_workers_leave_the_other_training_and_come_back(tmp_path):
     """Worker 1 and worker 0 in turn: the other leaves the cancelled all-reduce at once."""
-    with running("tests/paced.yaml", tmp_path / "run", "steps=100000", *PATIENT) as run:
+    with running("tests/paced.yaml", tmp_path / "run", ENDLESS, *PATIENT) as run:
         for worker in (1, 0, 1):
             run.wait_for_step((run.metrics() or [{"step": 0}])[-1]["step"] + 25)
             seen = len(run.events())
@@ -98,7 +98,7 @@ def test_failed_attempts_end_no_process(tmp_path, where, worker):
 @pytest.mark.parametrize("worker", [0, 1])
 def test_stopped_worker_is_named_ended_and_replaced(tmp_path, worker):
     """SIGSTOP while the other is inside NCCL."""
-    sets = ["steps=100000", *ON_GPU, "cluster.hang_timeout_s=3"]
+    sets = [ENDLESS, *ON_GPU, "cluster.hang_timeout_s=3"]
     with running("tests/paced.yaml", tmp_path / "run", *sets) as run:
         run.wait_for_step(25)
         seen = len(run.events())
