@@ -18,6 +18,7 @@ from ftrain.stacks import STACK_SIGNAL
 
 PHASES = (
     "start",  # importing, the user's constructor, the data set, the backend
+    "open",  # opening the backend: its own devices
     "connect",  # opening the backend: waits for every worker of the run to have come once
     "compile",  # tracing and compiling, or waiting for the worker that does
     "ready",  # waiting for the supervisor's word, at the start of a run
@@ -39,10 +40,8 @@ PHASES = (
 )
 WAITING = frozenset({"barrier", "settle", "sync", "compare", "reduce"})  # a culprit is elsewhere
 COLLECTIVES = frozenset({"sync", "compare", "reduce", "evaluate"})
-UNHURRIED = frozenset(
-    {"connect", "compile", "restore", "save", "profile"}
-)  # long without being stuck
-UNTIMED = frozenset({"start", "ready", "pause"})  # others see to these
+UNHURRIED = frozenset({"open", "compile", "restore", "save", "profile"})  # long, and not stuck
+UNTIMED = frozenset({"start", "connect", "ready", "pause"})  # others see to these
 
 _LAYOUT = struct.Struct("<qqqd")  # round, step, phase, since
 SIZE = 8 + 2 * _LAYOUT.size  # a counter, and two readings of which it names the one that is whole

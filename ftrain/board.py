@@ -22,6 +22,7 @@ from ftrain.target import Target
 RATE_WINDOW_S = 10.0
 STATE_IN = {  # by phase, of a worker that lives; in the others it is as the events say
     "start": "starting",
+    "open": "starting",
     "connect": "starting",
     "compile": "starting",
     "ready": "ready",

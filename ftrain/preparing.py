@@ -44,8 +44,8 @@ def prepare(
         heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
         host=job.host,
     )
-    beat.phase("connect")
-    started.start_backend()
+    beat.phase("open")
+    started.start_backend(lambda: beat.phase("connect"))
     beat.phase("compile")
     return make_loop(
         job,

@@ -22,7 +22,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -33,8 +34,10 @@ from ftrain.errors import DatasetError
 
 TOPOLOGY_PREFIX = {"cpu": "cpu:global_topology/", "gpu": "cuda:global_topology/"}
 TOPOLOGY_KEY = {"cpu": "cpu:global_topology/cpu", "gpu": "cuda:global_topology/cuda"}
+LOCAL_PREFIX = {"cpu": "cpu:local_topology/cpu/", "gpu": "cuda:local_topology/cuda/"}
 TOPOLOGY_COPY = "ftrain/topology"
 GLOO_PREFIX = "cpu:gloo/"
+DAY_S = 24 * 3600
 
 Client = Any  # jaxlib's DistributedRuntimeClient; the class has no public name
 
@@ -104,8 +107,8 @@ class Runtime:
             # whatever the machine's own name resolves to, or fail where it resolves to nothing.
             jax.config.update("jax_cpu_collectives_implementation", None)
             # Only the first start needs all workers; a slow data set of one must not fail the rest.
-            jax.config.update("jax_cpu_get_local_topology_timeout_minutes", 24 * 60)
-            jax.config.update("jax_cpu_get_global_topology_timeout_minutes", 24 * 60)
+            jax.config.update("jax_cpu_get_local_topology_timeout_minutes", DAY_S // 60)
+            jax.config.update("jax_cpu_get_global_topology_timeout_minutes", DAY_S // 60)
         self.cancels_by_incarnation = platform == "gpu"
         self.store = self._newest_store = self._connect(worker)
 
@@ -116,10 +119,14 @@ class Runtime:
         client.connect()
         return client
 
-    def start_backend(self) -> None:
+    def start_backend(self, opened: Callable[[], None] = lambda: None) -> None:
         """Opens the default backend: the worker's own devices, and the names of everybody's.
 
         Blocks until every worker of the run has got here once (the topology exchange).
+
+        Args:
+          opened: called, in a thread and while this blocks, once the own devices are open and only
+            the others' are missing. Not where this worker was here before: it waits for nobody.
         """
         state = distributed.global_state
         state.client, state.process_id, state.num_processes = (
@@ -131,9 +138,42 @@ class Runtime:
             # Process 0 publishes the topology and JAX does not overwrite: a restarted process 0
             # fails with ALREADY_EXISTS unless the old one is gone.
             self.store.key_value_delete(TOPOLOGY_PREFIX[self.platform])
-        jax.devices()
+        with self._telling(opened):
+            jax.devices()
         if self.worker == 0 and self.workers > 1:
             self._copy_topology()
+
+    @contextlib.contextmanager
+    def _telling(self, opened: Callable[[], None]) -> Iterator[None]:
+        """Calls `opened` once JAX has published this worker's devices; not after the block."""
+        own = f"{LOCAL_PREFIX[self.platform]}{self.worker}"
+        if self.workers == 1 or self._has(own):
+            yield
+            return
+        telling, over = threading.Lock(), False
+
+        def tell() -> None:
+            try:
+                self.store.blocking_key_value_get_bytes(own, DAY_S * 1000)
+            except _jax.JaxRuntimeError:  # the service is gone, and this process ends too
+                return
+            with telling:
+                if not over:
+                    opened()
+
+        threading.Thread(target=tell, name="devices", daemon=True).start()
+        try:
+            yield
+        finally:
+            with telling:
+                over = True
+
+    def _has(self, key: str) -> bool:
+        try:
+            self.store.key_value_try_get_bytes(key)
+        except _jax.JaxRuntimeError:  # NOT_FOUND; if it is the service, the next call says so
+            return False
+        return True
 
     def _copy_topology(self) -> None:
         """Keeps the topology where the coordinator finds it when process 0 dies (see `fence`)."""

@@ -155,8 +155,8 @@ def test_a_stop_in_an_evaluation_drops_it_and_it_is_done_first_later(tmp_path):
         check_each_step_once(run, 60)
 
 
-PHASES = ["start", "connect", "compile", "ready", "settle", "restore", "sync", "hook", "data"]
-PHASES += ["gradient", "reduce", "update", "evaluate", "save", "barrier"]
+PHASES = ["start", "open", "connect", "compile", "ready", "settle", "restore", "sync", "hook"]
+PHASES += ["data", "gradient", "reduce", "update", "evaluate", "save", "barrier"]
 
 
 @pytest.mark.slow

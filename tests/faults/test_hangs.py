@@ -101,7 +101,7 @@ def test_a_slow_peer_is_not_a_dead_peer(tmp_path, late_s):
 
 
 @pytest.mark.parametrize(
-    "at", [pytest.param(p, marks=pytest.mark.slow) for p in ("restore", "connect", "compile")]
+    "at", [pytest.param(p, marks=pytest.mark.slow) for p in ("open", "restore", "compile")]
 )
 def test_a_start_that_never_ends_is_bounded_and_named(tmp_path, at):
     """Ten times the timeout where much may take long: then it is ended, and tried again."""
@@ -112,6 +112,18 @@ def test_a_start_that_never_ends_is_bounded_and_named(tmp_path, at):
         assert (hang["worker"], hang["phase"]) == (0, at) and 10 < hang["seconds"] < 12
         assert run.finish() == 0
         check_each_step_once(run, 40)
+
+
+@pytest.mark.slow
+def test_who_waits_for_a_slow_start_is_not_stuck(tmp_path):
+    """However long: a start has its own limit, and those that are further are not at fault."""
+    sets = [ORDERED, "steps=40", "cluster.hang_timeout_s=1"]
+    order(tmp_path / "run", "sleep", "start", 2, seconds=14)
+    with running("tests/paced.yaml", tmp_path / "run", *sets) as run:
+        assert run.finish() == 0
+        check_each_step_once(run, 40)
+        assert run.events("hang_detected") == []
+        assert {e["reason"] for e in run.events("worker_exited")} == {"the end of the run"}
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ CONFIG = (
 )
 
 
-BEFORE_TRAINING = ("start", "connect", "compile", "ready", "restore")
+BEFORE_TRAINING = ("start", "open", "connect", "compile", "ready", "restore")
 # All of them with `-m slow`; here those in which the others are most entangled with the dead one.
 OFTEN = ("settle", "sync", "reduce", "update")
 
@@ -44,7 +44,7 @@ def test_death_at_the_beginning_of_a_phase(tmp_path, phase):
             run.wait_until("the death", lambda: run.events("worker_exited"))
         run.wait_until("all train", lambda: all_train(run))
         seen = len(run.events())
-        if phase not in ("restore", "save", "profile"):  # once in a run
+        if phase not in ("connect", "restore", "save", "profile"):  # once in a run
             orders.append(order(run_dir, "kill", phase))
         run.kill(1, 2)
         for worker in (1, 2):
