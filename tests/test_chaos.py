@@ -20,7 +20,7 @@ import pytest
 from ftrain.chaos import disk
 from ftrain.chaos.faults import Injector, refusals
 from ftrain.chaos.hook import VARIABLE, FaultFeed
-from ftrain.chaos.orders import flip_bit, obey, order, taken_at
+from ftrain.chaos.orders import flip_bit, obey, order, taken_at, withdraw
 from ftrain.chaos.plan import (
     COORDINATOR,
     DEFAULT,
@@ -275,6 +275,25 @@ def test_an_order_that_nobody_takes_is_withdrawn_and_told(tmp_path):
     injector.heal()
     assert list((tmp_path / "orders").iterdir()) == []
     assert injector.injections[0].row["outcome"].startswith("not taken")
+
+
+def test_an_order_that_was_taken_is_carried_out_though_its_mark_is_gone(tmp_path, monkeypatch):
+    """The injector clears it away as soon as it has seen it."""
+    monkeypatch.setenv("FTRAIN_RUN_DIR", str(tmp_path))
+    monkeypatch.setenv("FTRAIN_WORKER_ID", "0")
+    monkeypatch.setenv("FTRAIN_INCARNATION", "0")
+    path = order(tmp_path, "bug", "update")
+    unlink = Path.unlink
+
+    def seen_meanwhile(self: Path, **options: bool) -> None:
+        unlink(self, **options)
+        if ".claimed-" in self.name:
+            withdraw(path)
+
+    monkeypatch.setattr(Path, "unlink", seen_meanwhile)
+    with pytest.raises(RuntimeError, match="a bug of the user's"):
+        obey("update")
+    assert list(path.parent.iterdir()) == []
 
 
 def test_who_comes_second_to_an_order_still_reads_an_order(tmp_path, monkeypatch):

@@ -103,7 +103,8 @@ def obey(place: str, step: int = -1) -> None:
             draft.write_text(str(time.time()))
             draft.rename(folder / f"{path.name}.taken-{mine}")
             claimed.unlink()
-            _wait_for_others(folder, place, told.get("together", 1))
+            if "together" in told:
+                _wait_for_others(folder, place, told["together"])
             FAULTS[told["fault"]](told)
 
 
