@@ -21,6 +21,7 @@ from collections.abc import Iterator
 
 from ftrain.findings import FAIL, NOTE, UNKNOWN, Finding
 from ftrain.records import Commit, Event, Records, Session
+from ftrain.recoveries import is_death
 
 CROSSED_S = 0.2  # by which the times of two workers' reports may be the wrong way round
 TOLD_S = 2.0  # by which the supervisor may hear of a death before the slowest member commits
@@ -264,7 +265,8 @@ def _differed(
     """Replicas that differ must be made equal before the next step."""
     values: dict[str, str] = event["digests"]
     exits = session.named("worker_exited")
-    ended = {str(e["worker"]) for e in exits if event.t <= e.t <= until + TOLD_S}
+    died = (e for e in exits if is_death(e) and event.t <= e.t <= until + TOLD_S)
+    ended = {str(e["worker"]) for e in died}
     left = {digest for worker, digest in values.items() if worker not in ended}
     if len(left) == 1:
         names = " ".join(sorted(w for w in values if w in ended))

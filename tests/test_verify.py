@@ -11,6 +11,7 @@ import pytest
 from ftrain.cli import main
 from ftrain.findings import FAIL, NOTE, UNKNOWN
 from ftrain.records import NoRunError, read_records
+from ftrain.recoveries import END_OF_RUN
 from ftrain.verify import RULES, Verdict, verify
 from tests.written import BATCH, Written, good_run
 
@@ -229,6 +230,26 @@ def test_replicas_that_differed_and_were_mended_are_a_note(tmp_path):
     run.die_and_return(1)
     verdict = judged(run, tmp_path)
     assert verdict.ok
+    assert ("digests", "step 5: the state of worker 1 differed; it was replaced") in found(
+        verdict, NOTE
+    )
+
+
+def test_the_end_of_the_run_soon_after_is_no_replacement(tmp_path):
+    """It ends the others too: they are not taken for those that differed."""
+    run = Written()
+    run.start()
+    run.view(0, 1)
+    run.steps(5)
+    differ(run, 5)
+    run.exit(1)
+    run.event("step_aborted", step=6, failed=[1], seconds=0.1)
+    run.view(0)
+    run.steps(6)
+    run.exit(0, END_OF_RUN)
+    run.event("run_finished", step=6, exit_code=75, reason="SIGTERM")
+    verdict = judged(run, tmp_path)
+    assert not [f for f in verdict.failures if f.rule == "digests"]
     assert ("digests", "step 5: the state of worker 1 differed; it was replaced") in found(
         verdict, NOTE
     )
