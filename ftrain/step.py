@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ftrain.contractions import merge_contractions
 from ftrain.contribution import Contribution
 from ftrain.errors import TrainerError
 from ftrain.explain import explain
@@ -32,10 +33,10 @@ if TYPE_CHECKING:
     from ftrain.data import Batch
 
 
-# Operations of a shard's gradient. On CPU a contraction under `vmap` has two axes, which XLA first
-# transposes; above so many that costs more than calling a program for each shard (measured for 3
-# and 12 shards, jax 0.10.2: docs/speed.md).
-LARGE_SHARD_FLOPS = 1e8
+# Operations of a shard's gradient. On CPU, above so many, a call for each shard costs less than that
+# no operation finds in the caches what the one before it left (3 to 12 shards of a perceptron, jax
+# 0.10.2: scripts/bench/contractions.py).
+LARGE_SHARD_FLOPS = 2e8
 
 
 class Begun(NamedTuple):
@@ -146,9 +147,10 @@ class StepPrograms:
 
     def _lower_shard(self, batch: list[jax.ShapeDtypeStruct]) -> jax.stages.Lowered:
         index, buffers = jax.ShapeDtypeStruct((), jnp.int32), self.buffer_shapes
-        return jax.jit(self._plan.shard, donate_argnums=5).lower(
+        lowered = jax.jit(self._plan.shard, donate_argnums=5).lower(
             self._params, self._model, batch, index, index, buffers
         )
+        return merge_contractions(lowered)
 
     def _lower_several(self) -> jax.stages.Lowered | None:
         if self.at_once == 1:
@@ -158,13 +160,14 @@ class StepPrograms:
         batches = [jax.ShapeDtypeStruct((of, *b.shape), b.dtype) for b in self._batch]
         shards = jax.ShapeDtypeStruct((of,), jnp.int32)
         try:
-            return jax.jit(self._plan.several).lower(
+            lowered = jax.jit(self._plan.several).lower(
                 self._params, self._model, batches, index, shards, stop
             )
         except (NotImplementedError, TypeError, ValueError) as error:
             # What one shard's trace has not found is vmap's: no batching rule, a callback, ...
             self.at_once, self.why_one_by_one = 1, str(error)
             return None
+        return merge_contractions(lowered)
 
     def _lower_add(self) -> jax.stages.Lowered | None:
         """Of what two calls have summed, where there may be two."""

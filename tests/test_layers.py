@@ -67,6 +67,7 @@ LAYERS = [
         "data",
         "user_metrics",
         "layout",
+        "contractions",
         "leaves",
         "nonfinite",
         "table",
