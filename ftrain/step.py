@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from ftrain.data import Batch
 
 
-# Operations of a shard's gradient. On CPU, above so many, a call for each shard costs less than that
-# no operation finds in the caches what the one before it left (3 to 12 shards of a perceptron, jax
-# 0.10.2: scripts/bench/contractions.py).
+# Operations of a shard's gradient. On CPU, above so many, a call for each shard costs less than it
+# saves: what an operation reads is in the caches still, where its predecessor left it (3 to 12
+# shards of a perceptron, jax 0.10.2: scripts/bench/contractions.py).
 LARGE_SHARD_FLOPS = 2e8
 
 
