@@ -6,6 +6,7 @@ of the old head left running.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 
@@ -112,7 +113,8 @@ def test_a_head_that_is_stopped_for_too_long_finds_another_and_joins_it(tmp_path
         assert event["seconds"] >= LOSS_S
         last(hosts).wait_for_steps(20)
         for pid in pids:
-            os.kill(pid, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):  # whoever goes on first ends the others
+                os.kill(pid, signal.SIGCONT)
         last(hosts).wait_until("their ends", lambda: not any(map(is_alive, old)))
         last(hosts).wait_for_event("host_joined", host=0)
         last(hosts).wait_until("all", lambda: last(hosts).metrics()[-1]["workers"] == [0, 1, 2, 3])
