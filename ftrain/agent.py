@@ -31,7 +31,7 @@ from ftrain.local_host import LocalHost
 from ftrain.meeting_point import use_interface
 from ftrain.memory_tier import Part, fallback_folder, memory_folder, remove_all
 from ftrain.placement import Placement
-from ftrain.processes import Child, adopt_orphans, launch
+from ftrain.processes import Child, adopt_orphans, become_batch_work, launch
 from ftrain.run_lock import RunLock
 from ftrain.screen import Screen
 from ftrain.succession import Succession
@@ -93,6 +93,7 @@ class Agent:
     def run(self) -> Verdict | Headship:
         """Runs to the end; returns the head's verdict, or that this host is the head from now."""
         adopt_orphans()
+        become_batch_work()
         self._open()
         with self._ears.signals(self._on_signal):
             while self._verdict is None and self._headship is None:

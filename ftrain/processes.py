@@ -166,6 +166,18 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+def become_batch_work() -> None:
+    """From here on this process and those it starts take no core from who computes for being woken.
+
+    With more threads than cores, every message otherwise interrupts a program of the device: the
+    policy SCHED_BATCH of sched(7). One that somebody chose, or a nice value, is theirs and stays.
+    In the main thread, before any child.
+    """
+    if os.sched_getscheduler(0) == os.SCHED_OTHER and os.nice(0) == 0:
+        with contextlib.suppress(PermissionError):  # some sandboxes forbid the call
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def reap_strays(known: set[int]) -> None:
     """Reaps ended children that are not `known`: what workers' own children left behind."""
     with contextlib.suppress(ChildProcessError):

@@ -29,7 +29,7 @@ from ftrain.lease import DeposedError
 from ftrain.lives import Lives
 from ftrain.local_host import LOOPBACK, LocalHost
 from ftrain.memory_tier import adopt, memory_folders, remove_all, settle_folder, sweep
-from ftrain.processes import Ends, adopt_orphans
+from ftrain.processes import Ends, adopt_orphans, become_batch_work
 from ftrain.recorder import Recorder
 from ftrain.records import commit_of, event_of, read_records
 from ftrain.remote_host import RemoteHost
@@ -187,6 +187,7 @@ class Supervisor:
           DeposedError: another host is the head now. Nothing of this one is running any more.
         """
         adopt_orphans()
+        become_batch_work()
         self._begin_memory()
         with self._ears.signals(self._on_signal):
             try:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import REPOSITORY, environment, running
+from tests.runs import ENDLESS, REPOSITORY, environment, running
 
 HAS_NAMES = (
     shutil.which("unshare") is not None
@@ -36,6 +36,15 @@ def listening(pid: int) -> set[str]:
     return found
 
 
+def policies(pid: int) -> set[int]:
+    """By which the threads of a process are scheduled."""
+    found = set()
+    for path in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            found.add(os.sched_getscheduler(int(path.name)))
+    return found
+
+
 @pytest.mark.skipif(not HAS_NAMES, reason="no user and host name namespaces here")
 def test_a_run_minds_neither_an_unknown_host_name_nor_a_dead_proxy(tmp_path):
     """The machine's own name resolves to nothing, no web proxy answers; all is on loopback."""
@@ -52,6 +61,24 @@ def test_a_run_minds_neither_an_unknown_host_name_nor_a_dead_proxy(tmp_path):
         assert {at for pid in run.processes() for at in listening(pid)} <= LOOPBACK
         assert run.finish() == 0
         assert len(run.metrics()) == 300
+
+
+@pytest.mark.parametrize(
+    ("chosen", "policy", "nice"),
+    [([], os.SCHED_BATCH, 0), (["nice", "-n", "5"], os.SCHED_OTHER, 5)],
+    ids=["nothing", "niceness"],
+)
+def test_all_processes_are_batch_work_where_nobody_chose_otherwise(tmp_path, chosen, policy, nice):
+    """Every thread of every process; also of a worker that was started anew."""
+    with running("configs/linear.yaml", tmp_path / "run", ENDLESS, prefix=chosen) as run:
+        run.wait_for_step(1)
+        seen = len(run.events())
+        run.kill(1)
+        run.wait_back(1, seen)
+        for pid in [run.process.pid, *run.processes()]:
+            assert policies(pid) == {policy}
+            assert os.getpriority(os.PRIO_PROCESS, pid) == nice
+        run.stop()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
